@@ -1,0 +1,40 @@
+"""Piecewise CUDA graphs as a torch.compile backend.
+
+    torch.compile(model, backend="piecewise")
+
+A trace goes one way through the package, a file per stage:
+
+    backend     what Dynamo calls: composition of the stages
+    splitter    FX graph -> steps, cut at registered splitting ops (splitting_ops, split_graph)
+    compiler    one compiled function per distinct segment structure (analysis)
+    recorder    steps x bucket -> ReplayTape: rehearse, prove padding harmless, capture
+                (padding, static_inputs, graph_pool, tape)
+    runtime     one dispatch per forward, then the tape (dispatch, program)
+
+`frontend` is pg.compile, `report` is pg.explain, `precapture` is pg.capture.
+"""
+
+from piecewise_graph import errors
+from piecewise_graph.backend import reset
+from piecewise_graph.config import PiecewiseConfig
+from piecewise_graph.context import forward_context, get_forward_context
+from piecewise_graph.frontend import compile
+from piecewise_graph.graph_pool import GraphPool
+from piecewise_graph.precapture import capture
+from piecewise_graph.report import explain
+from piecewise_graph.splitting_ops import register_splitting_op
+from piecewise_graph.telemetry import counters
+
+__all__ = [
+    "GraphPool",
+    "PiecewiseConfig",
+    "capture",
+    "compile",
+    "counters",
+    "errors",
+    "explain",
+    "forward_context",
+    "get_forward_context",
+    "register_splitting_op",
+    "reset",
+]

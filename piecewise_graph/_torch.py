@@ -1,0 +1,286 @@
+"""The only file that touches private torch API.
+
+Everything here was tried on torch 2.11 and 2.13 (`tests/test_torch_gates.py` holds each use); what
+differs between versions is decided here, so that the rest of the package reads as if it did not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import CodeType
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+
+# --- what Dynamo knows about a graph ------------------------------------------------------------
+
+
+def example_value(node: Node) -> Any:
+    """What Dynamo saw flow out of `node`: FakeTensor, SymInt, torch.Size, ... or None."""
+    return node.meta.get("example_value")
+
+
+def shape_env_of(gm: GraphModule) -> Any | None:
+    """The ShapeEnv that the graph's fake tensors live in; None for a graph without any."""
+    mode = fake_mode_of(gm)
+    return None if mode is None else mode.shape_env
+
+
+def fake_mode_of(gm: GraphModule) -> Any | None:
+    for node in gm.graph.nodes:
+        mode = getattr(example_value(node), "fake_mode", None)
+        if mode is not None:
+            return mode
+    return None
+
+
+def shape_guards(shape_env: Any) -> tuple[sympy.Basic, ...]:
+    """The boolean expressions over size symbols that the trace relies on, so far."""
+    return tuple(guard.expr for guard in shape_env.guards)
+
+
+def value_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int, int | None]:
+    """(lowest, highest or None) value of a size symbol for which the trace is valid."""
+    bounds = shape_env.var_to_range[symbol]
+    upper = None if not bounds.upper.is_Integer else int(bounds.upper)
+    return int(bounds.lower), upper
+
+
+def expression(value: Any) -> sympy.Expr:
+    """The sympy expression of an int or SymInt."""
+    return value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
+
+
+def placeholder_source(node: Node) -> tuple[str, bool]:
+    """(source text such as `L['self']._parameters['w']`, whether it belongs to an nn.Module or a global)."""
+    arg = node.meta.get("grapharg")
+    source = getattr(arg, "source", None)
+    if source is None:
+        return node.name, False
+    name = source.name if isinstance(source.name, str) else source.name()
+    where = source.guard_source if not callable(source.guard_source) else source.guard_source()
+    return name, "NN_MODULE" in where.name or where.name.startswith("GLOBAL")
+
+
+def current_root_code() -> CodeType | None:
+    """The code object whose frame Dynamo is compiling right now; None outside of a trace."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx().output.root_tx.f_code
+    except AttributeError:
+        return None
+
+
+def is_dynamo_control_flow(error: BaseException) -> bool:
+    """Exceptions by which Dynamo restarts a trace; Inductor raises some. They must never be swallowed."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+def is_specialization_error(error: BaseException) -> bool:
+    """A dimension that was marked dynamic turned out constant."""
+    return "Constraints violated" in str(error) or "ConstraintViolation" in type(error).__name__
+
+
+def backend_error(error: BaseException) -> BaseException:
+    """What a backend raised, where Dynamo wrapped it; else the error itself."""
+    return getattr(error, "inner_exception", error)
+
+
+def is_trace_error(error: BaseException) -> bool:
+    """Errors by which torch says that a call could not be traced (not those of running it)."""
+    from torch._dynamo import exc
+
+    return isinstance(error, (exc.TorchRuntimeError, exc.Unsupported, exc.UserError))
+
+
+def original_callable(compiled: Any) -> Any | None:
+    """What torch.compile wrapped: the module of an OptimizedModule, or the function."""
+    module = getattr(compiled, "_orig_mod", None)
+    return module if module is not None else getattr(compiled, "_torchdynamo_orig_callable", None)
+
+
+# --- dynamic dimensions ---------------------------------------------------------------------------
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Ask Dynamo to trace `tensor.size(dim)` as a symbol. Cheap when it was marked before."""
+    marked = getattr(tensor, "_dynamo_dynamic_indices", None)
+    if marked is None or dim not in marked:
+        torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def maybe_mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Like mark_dynamic, but the model may fix the size without an error."""
+    marked = getattr(tensor, "_dynamo_weak_dynamic_indices", None)
+    if marked is None or dim not in marked:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def drop_shape_guards(guards: Sequence[Any]) -> list[bool]:
+    """A `guard_filter_fn` that keeps everything but SHAPE_ENV (Note [One trace] in frontend.py)."""
+    return [guard.guard_type != "SHAPE_ENV" for guard in guards]
+
+
+_BRANCHES = "_piecewise_branches"
+
+
+@cache
+def record_branches() -> None:
+    """From now on, note on each ShapeEnv which Python branches its trace took on a size.
+
+    A branch such as `if T > 1` is decided by the range T >= 2 of a dynamic size and leaves no guard
+    behind, so a trace cannot tell afterwards that it is wrong at T = 1. Dynamo decides all branches
+    of user code in `SymNodeVariable.evaluate_expr`; this wraps it, once per process.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    evaluate = SymNodeVariable.evaluate_expr
+
+    def evaluate_and_note(self: Any, output_graph: Any = None) -> Any:
+        outcome = evaluate(self, output_graph)
+        expr = getattr(getattr(self.sym_num, "node", None), "expr", None)
+        if isinstance(outcome, bool) and isinstance(expr, sympy.Basic):
+            shape_env = InstructionTranslator.current_tx().output.shape_env
+            stack = torch._guards.TracingContext.extract_stack()
+            where = (stack[-1].filename, stack[-1].lineno) if stack else ("", 0)
+            shape_env.__dict__.setdefault(_BRANCHES, []).append((expr, outcome, *where))
+        return outcome
+
+    SymNodeVariable.evaluate_expr = evaluate_and_note  # type: ignore[method-assign]
+
+
+def branches(shape_env: Any) -> list[tuple[sympy.Basic, bool, str, int]]:
+    """(condition, outcome, file, line) of every branch on a size that the trace took."""
+    return list(shape_env.__dict__.get(_BRANCHES, ()))
+
+
+# --- compilers ------------------------------------------------------------------------------------
+
+
+def compile_segment(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
+    """Compile one segment for dynamic sizes. The result takes `*inputs` and returns a sequence.
+
+    Raises:
+        torch's own compile errors; Dynamo's restart exceptions pass through.
+    """
+    if compiler == "eager":
+        return gm.forward
+    if compiler == "aot_eager":
+        return torch._dynamo.lookup_backend("aot_eager")(gm, list(inputs))
+    from torch._inductor import standalone_compile
+
+    # Graph capture is ours: a user's global reduce-overhead must not nest. Freezing would bake one
+    # layer's weights into code that all equal layers share.
+    patches = {"triton.cudagraphs": False, "freezing": False}
+    has_outputs = bool(next(iter(reversed(gm.graph.nodes))).args[0])
+    source: Any = "from_graph" if has_outputs else "from_tracing_context"
+    return standalone_compile(gm, list(inputs), dynamic_shapes=source, options={"config_patches": patches})
+
+
+def compile_whole(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
+    """Compile an unsplit graph the way torch.compile does (autograd included)."""
+    if compiler == "eager":
+        return gm.forward
+    return torch._dynamo.lookup_backend(compiler)(gm, list(inputs))
+
+
+def publish_graph(name: str, gm: GraphModule) -> None:
+    """Show a graph to depyf and to TORCH_LOGS=graph_code (depyf swaps this function's code)."""
+    from torch._dynamo.utils import lazy_format_graph_code
+
+    lazy_format_graph_code(name, gm)
+
+
+# --- looking at what a segment does ---------------------------------------------------------------
+
+
+@contextmanager
+def observe_ops(on_op: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> Iterator[None]:
+    """Call `on_op(op, args, kwargs, result)` after every op that runs inside the block."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Observer(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            on_op(func, args, kwargs or {}, result)
+            return result
+
+    with Observer():
+        yield
+
+
+def has_unknown_size(tensor: Tensor) -> bool:
+    """Some size of a fake tensor depends on data (an unbacked symbol that its op made)."""
+    symbols = set().union(*(expression(size).free_symbols for size in tensor.shape))
+    return any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in symbols)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identifies the storage that `tensor` views; works for fake tensors too."""
+    return tensor.untyped_storage()._cdata
+
+
+def weak_alias(tensor: Tensor) -> Tensor:
+    """A tensor over the same device memory that does not keep the memory alive.
+
+    The captured graphs' pool keeps the memory mapped; not owning it lets the next capture reuse it.
+    """
+    storage = tensor.untyped_storage()
+    alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(alias, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def clear_cublas_workspaces() -> None:
+    """See Note [cuBLAS workspaces] in recorder.py."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def pool_bytes(pool_id: tuple[int, int]) -> int:
+    """Bytes of device memory that a graph pool holds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool_id))
+
+
+def is_plain_tensor(tensor: Tensor) -> bool:
+    """No subclass (Parameters count as plain): a subclass hides its storages."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def autocast_functions() -> tuple[Any, Any]:
+    """(enter, exit): the graph nodes between which autocast is on."""
+    autocast = torch.amp.autocast_mode
+    return autocast._enter_autocast, autocast._exit_autocast
+
+
+def grad_mode_function() -> Any:
+    return torch._C._set_grad_enabled
+
+
+def droppable_functions() -> frozenset[Any]:
+    """Graph nodes without effect on an inference graph: grad mode switches and usage logging."""
+    return frozenset({torch._C._set_grad_enabled, torch._C._log_api_usage_once})
+
+
+def inner_graphs(gm: GraphModule, names: Iterable[str]) -> Iterator[GraphModule]:
+    """Those attributes of `gm` that are graphs themselves (bodies of higher-order ops)."""
+    for name in names:
+        inner = getattr(gm, name, None)
+        if isinstance(inner, GraphModule):
+            yield inner

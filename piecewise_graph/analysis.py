@@ -1,0 +1,97 @@
+"""What a segment really does, seen by running it once on fake tensors.
+
+Decides whether a segment can be captured at all, and how it may be run more than once while its
+padding is being proved. Costs a few milliseconds per distinct segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from piecewise_graph import _torch
+
+_ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
+
+
+@dataclass(frozen=True)
+class SegmentFacts:
+    """Findings about one distinct segment; indices count its inputs or outputs.
+
+    Attributes:
+        written: inputs whose storage the segment writes.
+        aliased_write: it writes a storage that two of its inputs share, which AOTAutograd gets wrong.
+        entangled_outputs: some output shares storage with an input or another output.
+        random: it draws random numbers.
+        host_sync: it reads a value back to the host or has a data-dependent shape.
+        floats_become_integers: it casts floats to integers, so a NaN may become an illegal index.
+        computes: it does more than make views and allocate.
+    """
+
+    written: frozenset[int]
+    aliased_write: bool
+    entangled_outputs: bool
+    random: bool
+    host_sync: bool
+    floats_become_integers: bool
+    computes: bool
+
+
+class _Observations:
+    def __init__(self) -> None:
+        self.written: set[int] = set()
+        self.random = self.host_sync = self.casts = self.computes = False
+
+    def note(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        schema = op._schema
+        for argument, value in zip(schema.arguments, args, strict=False):
+            self._note_write(argument, value)
+        for argument in schema.arguments:
+            self._note_write(argument, kwargs.get(argument.name))
+        self.random |= torch.Tag.nondeterministic_seeded in op.tags
+        self.host_sync |= torch.Tag.data_dependent_output in op.tags
+        self.host_sync |= isinstance(result, Tensor) and _torch.has_unknown_size(result)
+        self.casts |= _casts_to_integer(op, args, result)
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        self.computes |= not is_view and op._schema.name.partition("::")[2] not in _ALLOCATIONS
+
+    def _note_write(self, argument: Any, value: Any) -> None:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, Tensor):
+                    self.written.add(_torch.storage_id(tensor))
+
+
+def analyse(gm: GraphModule, inputs: Sequence[Any]) -> SegmentFacts:
+    """Run `gm` on its fake `inputs` and report what happened."""
+    seen = _Observations()
+    mode = _torch.fake_mode_of(gm)
+    if mode is None:  # no tensor argument at all: nothing to fake, and nothing to hurt
+        with _torch.observe_ops(seen.note):
+            outputs = gm(*inputs)
+    else:
+        with mode, _torch.observe_ops(seen.note):
+            outputs = gm(*inputs)
+    ids = [_torch.storage_id(x) if isinstance(x, Tensor) else None for x in inputs]
+    out_ids = [_torch.storage_id(x) for x in outputs]
+    written = frozenset(i for i, storage in enumerate(ids) if storage in seen.written)
+    return SegmentFacts(
+        written=written,
+        aliased_write=any(ids.count(ids[i]) > 1 for i in written),
+        entangled_outputs=len(set(out_ids)) < len(out_ids) or bool(set(out_ids) & set(ids)),
+        random=seen.random,
+        host_sync=seen.host_sync,
+        floats_become_integers=seen.casts,
+        computes=seen.computes,
+    )
+
+
+def _casts_to_integer(op: Any, args: tuple[Any, ...], result: Any) -> bool:
+    if not isinstance(result, Tensor) or op._schema.name != "aten::_to_copy" or not args:
+        return False
+    return args[0].is_floating_point() and not result.is_floating_point() and result.dtype != torch.bool

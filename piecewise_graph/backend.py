@@ -1,0 +1,231 @@
+"""The Dynamo backend: composition of the stages, and the reasons for which a trace stays uncaptured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from piecewise_graph import _torch
+from piecewise_graph.compiler import CompiledGraph, compile_split
+from piecewise_graph.config import PiecewiseConfig
+from piecewise_graph.errors import ConfigError, LeakWarning
+from piecewise_graph.family import Family, all_families, family_of
+from piecewise_graph.program import Program, liveness
+from piecewise_graph.runtime import Runtime, WholeRuntime
+from piecewise_graph.shapes import ShapeContract, relaxed_range
+from piecewise_graph.split_graph import SplitGraph
+from piecewise_graph.splitter import Unsplittable, split
+from piecewise_graph.telemetry import counters
+
+
+def piecewise(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+    **_future: Any,
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="piecewise", options={...})`.
+
+    Args:
+        gm: the graph that Dynamo traced.
+        example_inputs: its arguments as they are now; SymInt where a size is dynamic.
+        options: fields of PiecewiseConfig.
+        mode: refused; torch.compile's modes belong to Inductor.
+
+    Raises:
+        ConfigError: unknown option or impossible value.
+    """
+    if mode is not None:
+        raise ConfigError.mode_given(mode)
+    config = PiecewiseConfig.from_options(options)
+    bound = [x for x in example_inputs if isinstance(x, torch.nn.Parameter)]
+    return build(gm, example_inputs, family_of(config, bound, _torch.current_root_code()))
+
+
+def build(gm: GraphModule, example_inputs: Sequence[Any], family: Family) -> Callable[..., Any]:
+    """One trace of `family`: split, compile, ready to run."""
+    counters.add("traces")
+    compiler = family.config.compiler
+    _torch.publish_graph("before_split", gm)
+    weights = [x for x in example_inputs if isinstance(x, torch.nn.Parameter)]
+    reason = _keeps_whole(gm, example_inputs)
+    try:
+        graph = split(gm) if reason is None else None
+    except Unsplittable as cut:
+        reason = cut.reason
+    if reason is not None:
+        return WholeRuntime(_torch.compile_whole(gm, example_inputs, compiler), reason, family, weights)
+    assert graph is not None
+    for leak in graph.leaks:
+        _warn_leak(leak)
+    compiled = compile_split(graph, compiler, family.compiled)
+    _count(compiled)
+    program = _program(gm, example_inputs, compiled)
+    static = None if program.contract.symbols else _static_tokens(graph)
+    return Runtime(program, family, static, _bound_tensors(graph, example_inputs))
+
+
+def reset() -> None:
+    """Drop every captured graph of every model; the next calls capture again.
+
+    Reached by torch._dynamo.reset() too, which also makes Dynamo trace anew.
+    """
+    for family in all_families():
+        family.reset()
+
+
+piecewise.reset = reset  # type: ignore[attr-defined]  # Dynamo looks for it on the backend function
+
+
+def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
+    """Why a trace must be compiled as one graph."""
+    tensors = [x for x in example_inputs if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "grad_enabled"
+    if _enables_grad(gm):
+        return "grad_enabled_inside"
+    if not all(map(_torch.is_plain_tensor, tensors)):
+        return "tensor_subclass"
+    if any(torch.is_autocast_enabled(kind) for kind in {x.device.type for x in tensors}):
+        return "autocast"
+    return None
+
+
+def _enables_grad(gm: GraphModule) -> bool:
+    """`torch.enable_grad()` inside a graph that runs without grad."""
+    switch = _torch.grad_mode_function()
+    turned_on = any(node.target is switch and node.args == (True,) for node in gm.graph.nodes)
+    return turned_on and not torch.is_grad_enabled()
+
+
+def _program(gm: GraphModule, example_inputs: Sequence[Any], compiled: CompiledGraph) -> Program:
+    graph = compiled.split
+    symbols = _symbols(graph)
+    token = symbols[0] if len(symbols) == 1 else None
+    contract = _contract(gm, graph, symbols)
+    blocked = _blocked(compiled, example_inputs, symbols, contract)
+    unpaddable = "derived_size" if token is not None and _has_derived_sizes(graph, token) else None
+    return Program(compiled, contract, token, _device(graph), liveness(compiled), blocked, unpaddable)
+
+
+def _symbols(graph: SplitGraph) -> list[sympy.Symbol]:
+    """Size symbols of the arguments, in order of appearance."""
+    found: dict[sympy.Symbol, None] = {}
+    for given in graph.inputs:
+        if given.symbol is not None:
+            found[given.symbol] = None
+        for size in given.spec.shape if given.spec is not None else ():
+            found.update(dict.fromkeys(sorted(size.free_symbols, key=str)))
+    return list(found)
+
+
+def _contract(gm: GraphModule, graph: SplitGraph, symbols: list[sympy.Symbol]) -> ShapeContract:
+    shape_env = _torch.shape_env_of(gm)
+    dims = [
+        (index, dim, size)
+        for index, given in enumerate(graph.inputs)
+        if given.spec is not None and not given.bound
+        for dim, size in enumerate(given.spec.shape)
+        if size.free_symbols
+    ]
+    integers = {
+        given.symbol: (index, None) for index, given in enumerate(graph.inputs) if given.symbol is not None
+    }
+    from_shapes = {size: (index, dim) for index, dim, size in reversed(dims) if size.is_Symbol}
+    sources = {**integers, **from_shapes}
+    known = [symbol for symbol in symbols if symbol in sources]
+    branches = _torch.branches(shape_env) if shape_env is not None else []
+    ranges = [relaxed_range(_torch.value_range(shape_env, s), branches, s) for s in known]
+    guards = _torch.shape_guards(shape_env) if shape_env is not None else ()
+    return ShapeContract(
+        tuple(known),
+        tuple(sources[symbol] for symbol in known),
+        tuple(dims),
+        tuple(guard for guard in guards if guard.free_symbols <= set(known)),
+        tuple(ranges),
+        tuple(given.name for given in graph.inputs),
+    )
+
+
+def _blocked(
+    compiled: CompiledGraph,
+    example_inputs: Sequence[Any],
+    symbols: list[sympy.Symbol],
+    contract: ShapeContract,
+) -> str | None:
+    """Why no call of a trace can be replayed; it runs its compiled segments instead."""
+    graph = compiled.split
+    facts = [(step, compiled.segments[step.index].facts) for step in graph.segments]
+    if len(symbols) > 1:
+        return "second_dynamic_dimension"
+    if symbols and not any(given.spec and given.spec.token_dims(symbols[0]) for given in graph.inputs):
+        return "no_token_dimension"
+    if len({x.device for x in example_inputs if isinstance(x, Tensor)}) > 1:
+        return "mixed_devices"
+    if any(fact.host_sync for _, fact in facts):
+        return "data_dependent"
+    if any(fact.random for _, fact in facts):
+        return "random_numbers"
+    for step, fact in facts:
+        for index in fact.written:
+            if graph.is_argument(step.inputs[index]):
+                return "writes_an_input"
+    return None
+
+
+def _has_derived_sizes(graph: SplitGraph, token: sympy.Symbol) -> bool:
+    """A splitting op or the caller would get a tensor that cannot be narrowed to the live tokens."""
+    return any(
+        spec is not None and spec.is_derived(token)
+        for slot in graph.slots_outside_segments()
+        for spec in (graph.specs[slot],)
+    )
+
+
+def _static_tokens(graph: SplitGraph) -> int:
+    """Token count of a trace of fixed shapes, for max_tokens and reports: its longest activation.
+
+    Integer activations (ids, positions) where there are any, because their shape has no features.
+    """
+    specs = [given.spec for given in graph.inputs if given.spec is not None and not given.bound]
+    integer = [spec for spec in specs if not spec.dtype.is_floating_point]
+    return max((int(size) for spec in integer or specs for size in spec.shape[:2]), default=1)
+
+
+def _bound_tensors(graph: SplitGraph, example_inputs: Sequence[Any]) -> list[tuple[int, Tensor]]:
+    return [
+        (index, example_inputs[index])
+        for index, given in enumerate(graph.inputs)
+        if given.bound and given.constant is None and given.spec is not None
+    ]
+
+
+def _device(graph: SplitGraph) -> torch.device:
+    devices = [given.spec.device for given in graph.inputs if given.spec is not None]
+    return next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.device("cpu"))
+
+
+def _count(compiled: CompiledGraph) -> None:
+    steps = compiled.split.steps
+    computing = sum(segment.facts.computes for segment in compiled.segments.values())
+    counters.add("segments", computing)
+    counters.add("inline_segments", len(compiled.segments) - computing)
+    counters.add("op_steps", len(steps) - len(compiled.segments))
+
+
+def _warn_leak(op: str) -> None:
+    import warnings
+
+    warnings.warn(
+        f"{op} was left inside a segment and will be captured with it. If it is attention, or writes state "
+        f"that changes from call to call, register it first: pg.register_splitting_op({op!r}).",
+        LeakWarning,
+        stacklevel=2,
+    )

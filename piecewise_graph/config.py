@@ -1,0 +1,121 @@
+"""`PiecewiseConfig`: every option of the backend, frozen, checked once."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from piecewise_graph.buckets import default_capture_sizes
+from piecewise_graph.errors import ConfigError
+from piecewise_graph.graph_pool import GraphPool
+
+ENV_PREFIX = "PIECEWISE_GRAPH_"
+
+_CHOICES = {
+    "compiler": ("inductor", "aot_eager", "eager"),
+    "cuda_graphs": ("auto", "off"),
+    "capture": ("lazy", "explicit"),
+    "outputs": ("copy", "static"),
+    "check": ("off", "first", "always"),
+}
+
+
+@dataclass(frozen=True)
+class PiecewiseConfig:
+    """Options of the backend; `options={...}` of torch.compile takes the same names.
+
+    Each field can also be set by an environment variable `PIECEWISE_GRAPH_<FIELD>`, for stacks that
+    pass no options; an explicit option wins.
+
+    Attributes:
+        capture_sizes: token counts to capture, None = a default list up to `max_tokens`.
+        max_tokens: above it a forward runs the compiled segments, counted as a fallback.
+        compiler: what compiles a segment: "inductor", "aot_eager" or "eager".
+        cuda_graphs: "auto" captures, "off" runs compiled segments only.
+        capture: "lazy" captures a bucket at its first call, "explicit" only in `pg.capture`.
+        outputs: "copy": the caller owns what it gets; "static": views that the next replay overwrites.
+        check: addresses of weights are compared before a replay: "first" and "always" on every call
+            through Dynamo, "off" never (a moved weight is then read at its old address).
+        pool: a `GraphPool` to share between models, None = one of the model's own.
+
+    Raises:
+        ConfigError: for a value that cannot work.
+    """
+
+    capture_sizes: Sequence[int] | None = None
+    max_tokens: int = 512
+    compiler: str = "inductor"
+    cuda_graphs: str = "auto"
+    capture: str = "lazy"
+    outputs: str = "copy"
+    check: str = "first"
+    pool: GraphPool | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError.bad_value(name, value, "one of " + ", ".join(map(repr, choices)))
+        if not _is_size(self.max_tokens):
+            raise ConfigError.bad_value("max_tokens", self.max_tokens, "a whole number from 1 up")
+        if self.pool is not None and not isinstance(self.pool, GraphPool):
+            raise ConfigError.bad_value("pool", self.pool, "a pg.GraphPool() or None")
+        object.__setattr__(self, "capture_sizes", self._checked_sizes())
+
+    def _checked_sizes(self) -> tuple[int, ...]:
+        given = self.capture_sizes
+        if given is None:
+            return default_capture_sizes(self.max_tokens)
+        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+            raise ConfigError.bad_value(
+                "capture_sizes", given, "a list of token counts, such as [1, 2, 4, 8]"
+            )
+        if not all(_is_size(size) for size in given):
+            raise ConfigError.bad_value("capture_sizes", given, "whole numbers from 1 up")
+        if max(given) > self.max_tokens:
+            raise ConfigError.bad_value(
+                "capture_sizes", given, f"sizes up to max_tokens={self.max_tokens}, or raise max_tokens"
+            )
+        return tuple(sorted(set(given)))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The capture sizes, ascending and without repeats."""
+        assert isinstance(self.capture_sizes, tuple)
+        return self.capture_sizes
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None) -> PiecewiseConfig:
+        """Build a config from `options`, then the environment, then the defaults."""
+        options = dict(options or {})
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ConfigError.unknown_option(name, known)
+        return cls(**(_from_environment(known) | options))
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _from_environment(known: Sequence[str]) -> dict[str, Any]:
+    found = {}
+    for variable, text in os.environ.items():
+        if variable.startswith(ENV_PREFIX):
+            name = variable.removeprefix(ENV_PREFIX).lower()
+            if name not in known:
+                raise ConfigError.unknown_option(variable, [ENV_PREFIX + k.upper() for k in known])
+            found[name] = _parse(text)
+    return found
+
+
+def _parse(text: str) -> Any:
+    """A Python literal where it is one (512, [1, 2, 4], None), else the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

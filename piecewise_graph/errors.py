@@ -1,0 +1,282 @@
+"""The error catalogue.
+
+Every error that a user can cause says three things: what happened, where (input, segment, bucket or
+op), and what to do. Messages are built here and nowhere else, so that they can be read in one
+sitting and kept in one voice. Everything derives from `PiecewiseError`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class PiecewiseError(Exception):
+    """Base class: catch this to catch everything that the library raises on purpose."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}\n  What to do: {remedy}")
+        self.what = what
+        self.remedy = remedy
+
+
+class ConfigError(PiecewiseError, ValueError):
+    """An option has an unknown name or a value that cannot work."""
+
+    @classmethod
+    def unknown_option(cls, name: str, known: Iterable[str]) -> ConfigError:
+        known = sorted(known)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return cls(f"unknown option {name!r}.", f"{hint}Known options: {', '.join(known)}.")
+
+    @classmethod
+    def bad_value(cls, name: str, value: object, expected: str) -> ConfigError:
+        return cls(f"option {name}={value!r} cannot work.", f"pass {expected}.")
+
+    @classmethod
+    def mode_given(cls, mode: str) -> ConfigError:
+        return cls(
+            f"torch.compile was given mode={mode!r}, which backend 'piecewise' does not have.",
+            "leave mode out and pass options={...}; PiecewiseConfig lists them.",
+        )
+
+
+class SplittingOpError(PiecewiseError):
+    """An op cannot be a splitting op, or did something that its schema or fake denies."""
+
+    @classmethod
+    def bad_name(cls, name: str) -> SplittingOpError:
+        return cls(
+            f"{name!r} does not name an op.",
+            "write it as 'namespace::name', for example 'mylib::attention'.",
+        )
+
+    @classmethod
+    def unknown(cls, name: str) -> SplittingOpError:
+        return cls(
+            f"no op named {name!r} is known to torch.",
+            "import the package that defines it before you register it, and check the spelling.",
+        )
+
+    @classmethod
+    def no_effect(cls, name: str, schema: str) -> SplittingOpError:
+        return cls(
+            f"{name!r} returns nothing and declares no argument that it writes: {schema}. "
+            "Such a schema cannot be true, and the compiler may drop the call.",
+            "declare what it writes, for example 'Tensor(a!) out', or return the result.",
+        )
+
+    @classmethod
+    def returns_alias(cls, name: str, schema: str) -> SplittingOpError:
+        return cls(
+            f"{name!r} returns an alias of one of its arguments: {schema}.",
+            "return a fresh tensor, or write into an 'out' argument and return nothing.",
+        )
+
+    @classmethod
+    def undeclared_write(cls, op: str, argument: str) -> SplittingOpError:
+        return cls(
+            f"splitting op {op} wrote into its argument {argument!r}, which its schema does not declare.",
+            f"declare it as 'Tensor(a!) {argument}' in the op's schema.",
+        )
+
+    @classmethod
+    def broken_promise(cls, op: str, what: str, promised: object, found: object) -> SplittingOpError:
+        return cls(
+            f"splitting op {op} returned {what} {found}, but its fake (meta) kernel promised {promised}.",
+            "correct the fake kernel, or cast inside the op; the next segment is compiled for what "
+            "the fake says and would misread the bytes.",
+        )
+
+    @classmethod
+    def implied_padding(cls, name: str) -> SplittingOpError:
+        return cls(
+            f"{name!r} was registered with capturable=True and padded=False.",
+            "capturable=True implies padded=True: a captured op always runs at the bucket's size.",
+        )
+
+
+class TokenDimError(PiecewiseError):
+    """The token dimension is missing, ambiguous, or not dynamic."""
+
+    @classmethod
+    def ambiguous(cls, candidates: Sequence[str]) -> TokenDimError:
+        found = "; ".join(candidates) or "no tensor arguments"
+        return cls(
+            f"cannot tell which dimension counts tokens: {found}.",
+            'name it: pg.compile(model, token_dim={"input_ids": 1}).',
+        )
+
+    @classmethod
+    def no_such_input(cls, name: str, known: Sequence[str]) -> TokenDimError:
+        return cls(
+            f"token_dim names {name!r}, but this call passes no tensor of that name.",
+            f"use one of the tensor arguments that it does pass: {', '.join(known) or 'none'}.",
+        )
+
+    @classmethod
+    def no_such_dim(cls, name: str, dim: int, shape: Sequence[int]) -> TokenDimError:
+        return cls(
+            f"token_dim says dimension {dim} of {name!r}, whose shape is {tuple(shape)}.",
+            f"pass a dimension from 0 to {len(shape) - 1}.",
+        )
+
+    @classmethod
+    def specialized(cls, cause: str) -> TokenDimError:
+        return cls(
+            f"the model fixes its token count while it is traced, so one graph cannot serve others: {cause}",
+            "look for int(T), range(T) or a shape written as a constant in the model's forward; "
+            "or use torch.compile(model, backend='piecewise'), which traces once per size.",
+        )
+
+    @classmethod
+    def too_many_traces(cls, limit: int, reason: str) -> TokenDimError:
+        return cls(
+            f"the model needs more than {limit} traces for different token counts; "
+            f"the last one because {reason}.",
+            "remove branches on the token count from forward, or compile parts of the model.",
+        )
+
+
+class TraceError(PiecewiseError):
+    """Dynamo could not trace the call: usually an input of the wrong dtype, device or shape."""
+
+    @classmethod
+    def failed(cls, inputs: str, cause: str) -> TraceError:
+        return cls(
+            f"the call could not be traced with inputs {inputs}: {cause}",
+            "check dtype, device and shape of these inputs against what the model takes; "
+            "the same call without compile should show the same error.",
+        )
+
+    @classmethod
+    def wrong_device(cls, name: str, found: str, expected: str) -> TraceError:
+        return cls(
+            f"input {name!r} is on {found}, but the model's weights are on {expected}.",
+            f"move it: {name}.to({expected!r}).",
+        )
+
+
+class AddressMovedError(PiecewiseError):
+    """A tensor whose address is baked into captured graphs now lives somewhere else."""
+
+    @classmethod
+    def moved(cls, name: str) -> AddressMovedError:
+        return cls(
+            f"{name} was captured by address, and its storage has moved since; a replay would read "
+            "the old one.",
+            "update weights in place (p.copy_(new)) or call pg.reset() after the swap, so that the "
+            "next calls capture again. If it is not a weight but changes from call to call, pass it "
+            "as an argument of forward.",
+        )
+
+
+class InputError(PiecewiseError):
+    """A call's inputs do not fit the trace that it reached."""
+
+    @classmethod
+    def shape_contract(cls, what: str) -> InputError:
+        return cls(
+            f"the inputs do not fit the compiled trace: {what}.",
+            "pass inputs whose token dimensions agree, or compile with pg.compile, which traces such "
+            "a call anew.",
+        )
+
+    @classmethod
+    def no_tokens(cls, name: str, cause: str) -> InputError:
+        return cls(
+            f"{name!r} holds no tokens, and the model itself cannot run on an empty batch: {cause}.",
+            "skip the call when there is nothing to run.",
+        )
+
+
+class GraphPoolError(PiecewiseError):
+    """A pool is used in a way that it cannot serve."""
+
+    @classmethod
+    def wrong_device(cls, pool_device: str, device: str) -> GraphPoolError:
+        return cls(
+            f"this GraphPool holds graphs of {pool_device}, but the model runs on {device}.",
+            "give each device a GraphPool of its own.",
+        )
+
+    @classmethod
+    def busy(cls) -> GraphPoolError:
+        return cls(
+            "release() was called while one of the pool's graphs is being captured or replayed.",
+            "call it between forwards.",
+        )
+
+
+class CaptureError(PiecewiseError):
+    """`pg.capture` could not do what it was asked for."""
+
+    @staticmethod
+    def out_of_memory(size: int, cause: str) -> str:
+        """A bucket's failure, as `pg.explain` shows it; the call itself is answered uncaptured."""
+        return (
+            f"out of memory while capturing {size} tokens: {cause} Set a smaller max_tokens or capture_sizes."
+        )
+
+    @classmethod
+    def nothing_captured(cls, reasons: str) -> CaptureError:
+        return cls(
+            f"pg.capture captured nothing: {reasons}.",
+            "mend the reason named; for grad mode, call it under torch.no_grad().",
+        )
+
+    @classmethod
+    def bad_sizes(cls, sizes: Sequence[object], allowed: Sequence[int]) -> CaptureError:
+        return cls(
+            f"sizes {list(sizes)} are not all among the compiled model's capture sizes.",
+            f"choose from {list(allowed)}, or set capture_sizes/max_tokens when compiling.",
+        )
+
+    @classmethod
+    def bad_inputs(cls, size: int, found: str) -> CaptureError:
+        return cls(
+            f"make_inputs({size}) returned {found}.",
+            "return a dict of keyword arguments, a tuple of positional ones, or one tensor.",
+        )
+
+    @classmethod
+    def wrong_count(cls, size: int, found: int) -> CaptureError:
+        return cls(
+            f"make_inputs({size}) made a batch of {found} tokens.",
+            f"make the token dimension exactly {size} long.",
+        )
+
+
+class NotCompiledError(PiecewiseError):
+    """The object was not compiled with this backend, or was never called."""
+
+    @classmethod
+    def unknown(cls, what: str) -> NotCompiledError:
+        return cls(
+            f"{what} has no piecewise trace.",
+            "pass the object that torch.compile(..., backend='piecewise') or pg.compile returned, "
+            "after at least one call.",
+        )
+
+
+class ContextError(PiecewiseError):
+    """The forward context is missing, nested, or lacks a field."""
+
+    @classmethod
+    def nested(cls) -> ContextError:
+        return cls(
+            "pg.forward_context was entered inside another one.",
+            "leave the outer context first: one batch has one context.",
+        )
+
+    @classmethod
+    def missing_field(cls, name: str, known: Iterable[str]) -> ContextError:
+        return cls(
+            f"the forward context has no field {name!r}.",
+            f"pass it: pg.forward_context({name}=...). It has: {', '.join(sorted(known)) or 'none'}.",
+        )
+
+
+class LeakWarning(UserWarning):
+    """An attention-like or mutating op was left inside a segment and would be captured with it."""

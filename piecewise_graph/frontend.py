@@ -1,0 +1,210 @@
+"""pg.compile: one trace for every token count, and the checks that make that safe.
+
+Note [One trace]
+A size that Dynamo marks dynamic is assumed to be at least 2, and the guards that it puts on sizes make a
+call at T = 1 trace again. Unmodified transformers models cannot be traced with an unbacked size (their
+masks branch on it), and their graphs are right at T = 1. So pg.compile marks the token dimension dynamic,
+drops the SHAPE_ENV guards, and the runtime checks on every call what they would have checked: sizes that
+have to be equal, conditions on sizes, ranges (`ShapeContract`). The one thing relaxed is T >= 2, unless the
+model's own code branched on it (`relaxed_range`). A call that a trace is not valid for raises ShapeMiss
+before anything ran, and another trace answers it: first with the same marks, and where dimensions that
+were equal no longer are, one under Dynamo's own guards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from piecewise_graph import _torch
+from piecewise_graph.backend import build
+from piecewise_graph.config import PiecewiseConfig
+from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, TraceError
+from piecewise_graph.family import Family
+from piecewise_graph.runtime import ShapeMiss, TracedOnly
+from piecewise_graph.telemetry import counters
+from piecewise_graph.token_dims import TokenDims
+
+_MAX_TRACES = 8
+_HINT_TOKENS = 16
+
+
+def compile(
+    model: Callable[..., Any], *, token_dim: Mapping[str, int] | None = None, **options: Any
+) -> CompiledModel:
+    """Compile `model` so that one trace serves every token count from 1 up.
+
+    Args:
+        model: a module or function that returns tensors, run under torch.no_grad() or inference_mode.
+        token_dim: the dimension that counts tokens, per tensor argument, such as {"input_ids": 1}. Other
+            tensor arguments with a dimension of the same size follow it. None: found by the names that
+            transformers uses, or from a lone tensor argument of one dimension.
+        options: fields of PiecewiseConfig.
+
+    Returns:
+        a callable with the model's signature and attributes.
+
+    Raises:
+        ConfigError: unknown option or impossible value.
+        TokenDimError: at a call, where the token dimension cannot be told.
+    """
+    return CompiledModel(model, token_dim, PiecewiseConfig.from_options(options))
+
+
+class CompiledModel:
+    """What pg.compile returns. Unknown attributes are the model's."""
+
+    def __init__(
+        self, model: Callable[..., Any], token_dim: Mapping[str, int] | None, config: PiecewiseConfig
+    ) -> None:
+        _torch.record_branches()
+        self._model = model
+        self._finder = TokenDims(model, token_dim)
+        self.family = Family(config)
+        self._traces: list[Callable[..., Any]] = []
+        self._guarded: Callable[..., Any] | None = None
+        # Dynamo's cache lives as long as the code it compiled; graphs should not.
+        weakref.finalize(self, Family.drop_graphs, self.family)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = self._finder.tensors(args, kwargs)
+        dims = self._finder.find(tensors)
+        leader = next(iter(dims))
+        count = tensors[leader].shape[dims[leader][0]]
+        if count == 0:
+            return self._without_tokens(leader, args, kwargs)
+        if not self._traces:
+            self._traces.append(self._new_trace(guards="relaxed"))
+            if count == 1:
+                self._trace_longer(args, kwargs, tensors, dims)
+        if count > 1:
+            _mark(tensors, dims, named=self._finder.named | {leader})
+        try:
+            return self._answer(args, kwargs)
+        except Exception as error:
+            raised = self._plain_error(error, tensors)
+            if raised is None:
+                raise
+            raise raised from error
+
+    def _without_tokens(self, leader: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An empty batch is the model's own business; most models of transformers refuse it."""
+        counters.fallback("no_tokens")
+        try:
+            return self._model(*args, **kwargs)
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise InputError.no_tokens(leader, _first_line(error)) from error
+
+    def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Ask each trace in turn; a miss has no effect, because it is raised before anything ran."""
+        miss: ShapeMiss | None = None
+        for index, trace in enumerate(self._traces):
+            try:
+                result = self._call(trace, args, kwargs)
+            except ShapeMiss as error:
+                if self.family.ran:  # a part of this forward ran already, behind a graph break
+                    raise
+                miss = error
+                continue
+            if index:  # who answered is asked first next time
+                self._traces.insert(0, self._traces.pop(index))
+            return result
+        assert miss is not None
+        return self._answer_anew(miss, args, kwargs)
+
+    def _answer_anew(self, miss: ShapeMiss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if miss.sizes_differ or miss.num_tokens == 1:
+            if self._guarded is None:
+                self._guarded = self._new_trace(guards="all")
+            return self._call(self._guarded, args, kwargs)
+        if len(self._traces) >= _MAX_TRACES:
+            raise TokenDimError.too_many_traces(_MAX_TRACES, miss.what)
+        self._traces.insert(0, self._new_trace(guards="relaxed"))
+        return self._call(self._traces[0], args, kwargs)
+
+    def _call(self, trace: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.family.ran = 0
+        result = trace(*args, **kwargs)
+        if not self.family.ran:
+            counters.fallback("not_traced_by_dynamo")
+        return result
+
+    def _new_trace(self, guards: str) -> Callable[..., Any]:
+        options: Any = {"guard_filter_fn": _torch.drop_shape_guards} if guards == "relaxed" else None
+        return torch.compile(self._model, backend=_FamilyBackend(self.family), options=options)
+
+    def _trace_longer(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Mapping[str, Tensor],
+        dims: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """Trace on the single row repeated, executing nothing. What cannot be traced so is left to Dynamo."""
+        longer = {id(tensors[name]): _repeated(tensors[name], dims[name]) for name in dims}
+        _mark({name: longer[id(tensors[name])] for name in dims}, dims, named=set(dims))
+        self.family.tracing = True
+        try:
+            self._traces[0](
+                *(longer.get(id(value), value) for value in args),
+                **{name: longer.get(id(value), value) for name, value in kwargs.items()},
+            )
+        except (TracedOnly, RuntimeError):
+            pass  # a model that cannot take the repeated row is traced at T = 1 by the call itself
+        finally:
+            self.family.tracing = False
+
+    def _plain_error(self, error: Exception, tensors: Mapping[str, Tensor]) -> PiecewiseError | None:
+        """The catalogue's version of what torch raised, where there is one."""
+        cause = _torch.backend_error(error)
+        if isinstance(cause, PiecewiseError):
+            return None if cause is error else cause
+        if _torch.is_specialization_error(error):
+            return TokenDimError.specialized(_first_line(error))
+        if not _torch.is_trace_error(error):
+            return None
+        weight = next(self._model.parameters(), None) if isinstance(self._model, torch.nn.Module) else None
+        for name, tensor in tensors.items():
+            if weight is not None and tensor.device != weight.device:
+                return TraceError.wrong_device(name, str(tensor.device), str(weight.device))
+        described = ", ".join(
+            f"{n}: {str(t.dtype)[6:]}{list(t.shape)} on {t.device}" for n, t in tensors.items()
+        )
+        return TraceError.failed(described, _first_line(error))
+
+
+class _FamilyBackend:
+    """The backend of one torch.compile call: its traces join the family."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self.reset = family.reset
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        return build(gm, example_inputs, self._family)
+
+
+def _mark(tensors: Mapping[str, Tensor], dims: Mapping[str, tuple[int, ...]], named: Collection[str]) -> None:
+    for name, places in dims.items():
+        for dim in places:
+            mark = _torch.mark_dynamic if name in named else _torch.maybe_mark_dynamic
+            mark(tensors[name], dim)
+
+
+def _repeated(tensor: Tensor, dims: Sequence[int]) -> Tensor:
+    """The one row of each of `dims`, repeated; a size that gives the compiler a realistic hint."""
+    for dim in dims:
+        tensor = tensor.repeat_interleave(_HINT_TOKENS, dim)
+    return tensor
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

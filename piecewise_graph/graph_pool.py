@@ -1,0 +1,173 @@
+"""GraphPool: the memory that captured graphs share, the stream they are captured on, their lifetime.
+
+Note [Sharing a pool]
+All buckets of a model, and all models that were given the same pool, reuse the same memory: graphs are
+replayed one after another, never side by side, and whatever outlives a forward is copied out. So the
+pool needs as much as its largest bucket, not the sum. The price: everything a graph wrote is
+overwritten by the next replay of *any* graph in the pool.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from piecewise_graph import _torch
+from piecewise_graph.errors import GraphPoolError
+
+Run = Callable[..., Sequence[Tensor]]
+
+
+class Owner(Protocol):
+    """Whoever captured into a pool; told to let go of its graphs when the pool is released."""
+
+    def drop_graphs(self) -> None: ...
+
+
+class GraphPool:
+    """Memory, stream and lifetime of captured graphs; pass one to several models to share it.
+
+    Args:
+        poison: debugging aid for the CPU's stand-in graphs: fill each segment's outputs with NaN (or
+            the largest integer) once their last reader ran, so that a stale read shows.
+
+    The pool belongs to the device of its first model. `release()` drops all graphs and gives the
+    memory back; the pool may be used again afterwards.
+    """
+
+    def __init__(self, *, poison: bool = False) -> None:
+        self.poison = poison
+        self.lock = threading.RLock()
+        self._device: torch.device | None = None
+        self._memory: torch.cuda.MemPool | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+        self._in_use = 0
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that the pool serves; None before its first capture."""
+        return self._device
+
+    def bytes(self) -> int:
+        """Device bytes held by captured graphs (0 on a CPU, whose stand-ins own ordinary tensors)."""
+        return 0 if self._memory is None else _torch.pool_bytes(self._memory.id)
+
+    def join(self, device: torch.device, owner: Owner) -> None:
+        """Called by a model before it captures.
+
+        Raises:
+            GraphPoolError: the pool serves another device.
+        """
+        if self._device is not None and self._device != device:
+            raise GraphPoolError.wrong_device(str(self._device), str(device))
+        self._device = device
+        self._owners.add(owner)
+        if device.type == "cuda" and self._memory is None:
+            self._memory = torch.cuda.MemPool()
+            self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Hold the pool for one forward: its graphs run one after another."""
+        with self.lock:
+            self._in_use += 1
+            try:
+                yield
+            finally:
+                self._in_use -= 1
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Surround the capture of one bucket: own stream, no garbage collection, clean cuBLAS state."""
+        with self.using(), collector_off():
+            if self._stream is None:
+                yield
+                return
+            current = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                yield
+            current.wait_stream(self._stream)
+
+    def capture(self, run: Run, inputs: Sequence[object]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        """Capture `run(*inputs)`. Call it inside `session()`, after a warm-up of the same shapes.
+
+        Returns:
+            (replay, outputs): `replay()` recomputes `outputs` in place from what `inputs` hold then.
+        """
+        if self._memory is None:
+            return _stand_in(run, inputs)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads (a NCCL watchdog, a pinned-memory loader) may go on calling CUDA.
+        graph.capture_begin(self._pool_handle(), capture_error_mode="thread_local")
+        try:
+            outputs = run(*inputs)
+        finally:
+            graph.capture_end()
+        return graph.replay, outputs
+
+    def _pool_handle(self) -> Any:
+        assert self._memory is not None
+        return self._memory.id
+
+    def release(self) -> None:
+        """Drop every graph captured in this pool and give its memory back.
+
+        Models that used it go on: their next calls capture again (or run compiled, with
+        `capture="explicit"`).
+
+        Raises:
+            GraphPoolError: called while one of the graphs is in use.
+        """
+        with self.lock:
+            if self._in_use:
+                raise GraphPoolError.busy()
+            for owner in list(self._owners):
+                owner.drop_graphs()
+            had_memory, self._memory, self._stream, self._device = self._memory, None, None, None
+            if had_memory is not None:
+                torch.cuda.synchronize()
+                del had_memory
+                gc.collect()
+                torch.cuda.empty_cache()
+
+
+def _stand_in(run: Run, inputs: Sequence[object]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+    """What a graph is on a CPU: the same call again, into the same outputs.
+
+    A caller that keeps an output, reads one too late or moves an input sees on the CPU what it would
+    see on a GPU.
+    """
+    outputs = run(*inputs)
+
+    def replay() -> None:
+        for output, value in zip(outputs, run(*inputs), strict=True):
+            output.copy_(value)
+
+    return replay, outputs
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """No cyclic collection during a capture.
+
+    A collection may free another graph or unload a kernel's module in mid-capture, which invalidates
+    it. Collected once before, so that little waits, and left as it was found.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

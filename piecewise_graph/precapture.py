@@ -1,0 +1,168 @@
+"""pg.capture: record every bucket before serving, largest first, then seal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from piecewise_graph.errors import CaptureError
+from piecewise_graph.family import Family
+from piecewise_graph.graph_pool import collector_off
+from piecewise_graph.lookup import family_for
+from piecewise_graph.runtime import Runtime
+
+MakeInputs = Callable[[int], Any]
+
+
+@dataclass(frozen=True)
+class CapturedBucket:
+    """One bucket of one trace.
+
+    Attributes:
+        graphs: graphs captured for it.
+        graph_bytes: what it added to the pool (later buckets reuse, and add little or nothing).
+        seconds: its rehearsal and capture.
+    """
+
+    tokens: int
+    graphs: int
+    graph_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What pg.capture did. `str()` is for people.
+
+    Attributes:
+        captured: buckets, in the order in which they were captured.
+        failed: bucket -> why it was not captured; its calls run compiled.
+        seconds: wall time, compiling not included where the model was traced before.
+        pool_bytes: device memory that the pool holds now, graphs of other models in it included.
+        buffer_bytes: owned input and bridge buffers outside of the pool.
+    """
+
+    captured: tuple[CapturedBucket, ...]
+    failed: dict[int, str]
+    seconds: float
+    pool_bytes: int
+    buffer_bytes: int
+
+    def __str__(self) -> str:
+        graphs = sum(bucket.graphs for bucket in self.captured)
+        lines = [
+            f"captured {len(self.captured)} buckets ({graphs} graphs) in {self.seconds:.2f} s: "
+            f"{self.pool_bytes / 2**20:.1f} MiB of graphs, {self.buffer_bytes / 2**20:.1f} MiB of buffers"
+        ]
+        lines += [f"  not captured: {size} tokens: {why}" for size, why in self.failed.items()]
+        return "\n".join(lines)
+
+
+def capture(
+    compiled: Any, make_inputs: MakeInputs, *, sizes: Sequence[int] | None = None, progress: bool = True
+) -> CaptureReport:
+    """Record a tape for each of `sizes`, largest first, so that smaller ones reuse its memory.
+
+    Afterwards nothing is captured lazily: a call whose bucket is missing runs compiled, counted as
+    `not_captured`.
+
+    Args:
+        compiled: what pg.compile or torch.compile(..., backend="piecewise") returned.
+        make_inputs: token count -> a call's arguments: a dict of keywords, a tuple, or one tensor. The
+            model runs on them, so they have to be legal; ops with side effects (a KV cache) happen.
+        sizes: token counts out of the capture sizes; None = all of them.
+        progress: show a progress bar.
+
+    Raises:
+        CaptureError: a size that is no capture size, inputs of another size, or nothing captured at all.
+    """
+    began = time.perf_counter()
+    family = family_for(compiled)
+    allowed = family.config.sizes if family else None
+    chosen = sorted(set(sizes or allowed or ()), reverse=True)
+    if family is None:
+        family, chosen = _traced_family(compiled, make_inputs, sizes)
+    if not chosen or not set(chosen) <= set(family.config.sizes):
+        raise CaptureError.bad_sizes(sizes or [], family.config.sizes)
+    known = {id(entry) for runtime in _runtimes(family) for entry in runtime.tapes.values()}
+    _trace_dynamic(compiled, make_inputs, chosen, family)
+    family.capturing = True
+    try:
+        with collector_off():
+            for size in tqdm(chosen, desc="capturing", unit="bucket", disable=not progress, leave=False):
+                _call(compiled, make_inputs, size)
+    finally:
+        family.capturing = None
+    family.sealed = True
+    return _report(family, chosen, known, time.perf_counter() - began)
+
+
+def _traced_family(
+    compiled: Any, make_inputs: MakeInputs, sizes: Sequence[int] | None
+) -> tuple[Family, list[int]]:
+    """Plain torch.compile tells its family only once it has been traced."""
+    _call(compiled, make_inputs, max(sizes) if sizes else 2)
+    family = family_for(compiled)
+    if family is None:
+        raise CaptureError.nothing_captured("the object has no piecewise trace after a call")
+    return family, sorted(set(sizes or family.config.sizes), reverse=True)
+
+
+def _trace_dynamic(compiled: Any, make_inputs: MakeInputs, sizes: Sequence[int], family: Family) -> None:
+    """Let Dynamo find out that sizes vary before anything is captured.
+
+    Plain torch.compile traces its first size as a constant, and would capture that trace for the largest
+    bucket and another one for the rest. pg.compile needs the largest size alone.
+    """
+    family.capturing = False
+    try:
+        for size in sizes[:2]:
+            _call(compiled, make_inputs, size)
+    finally:
+        family.capturing = None
+
+
+def _call(compiled: Any, make_inputs: MakeInputs, size: int) -> None:
+    inputs = make_inputs(size)
+    if isinstance(inputs, dict):
+        compiled(**inputs)
+    elif isinstance(inputs, (tuple, list)):
+        compiled(*inputs)
+    elif isinstance(inputs, Tensor):
+        compiled(inputs)
+    else:
+        raise CaptureError.bad_inputs(size, f"a {type(inputs).__name__}")
+
+
+def _runtimes(family: Family) -> list[Runtime]:
+    return [runtime for runtime in family.runtimes if isinstance(runtime, Runtime)]
+
+
+def _report(family: Family, sizes: Sequence[int], known: set[int], seconds: float) -> CaptureReport:
+    captured, failed = [], {}
+    for size in sizes:
+        entries = [r.tapes[size] for r in _runtimes(family) if size in r.tapes]
+        new = [entry for entry in entries if id(entry) not in known] or entries
+        captured += [CapturedBucket(size, e.tape.graphs, e.graph_bytes, e.seconds) for e in new]
+        if not entries:
+            failed[size] = _why_not(family, size)
+    if not captured:
+        raise CaptureError.nothing_captured("; ".join(sorted(set(failed.values()))))
+    buffers = sum(runtime.buffer_bytes() for runtime in _runtimes(family))
+    return CaptureReport(tuple(captured), failed, seconds, family.pool.bytes(), buffers)
+
+
+def _why_not(family: Family, size: int) -> str:
+    for runtime in family.runtimes:
+        if isinstance(runtime, Runtime):
+            reason = runtime.failed.get(size) or runtime.decide(size).reason
+        else:
+            reason = runtime.reason
+        if reason:
+            return reason
+    return f"make_inputs({size}) did not make a batch of {size} tokens"

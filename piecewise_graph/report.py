@@ -1,0 +1,164 @@
+"""pg.explain: what became of a model, for people (`str`) and for programs (`to_dict`)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from piecewise_graph.errors import NotCompiledError
+from piecewise_graph.lookup import family_for
+from piecewise_graph.runtime import Runtime, WholeRuntime
+
+
+@dataclass(frozen=True)
+class BucketReport:
+    """One captured bucket: its token count, graphs, bytes added to the pool, seconds, replays so far."""
+
+    tokens: int
+    graphs: int
+    graph_bytes: int
+    seconds: float
+    replays: int
+    unpadded: dict[str, int]
+
+
+@dataclass(frozen=True)
+class TraceReport:
+    """One graph that Dynamo traced.
+
+    Attributes:
+        sizes: the token counts that it serves, as text.
+        steps, segments, inline_segments: how it was cut; inline ones have no compute.
+        splitting_ops: name -> calls.
+        distinct: segment structures, each compiled once.
+        compile_seconds: summed over the distinct structures.
+        leaks: suspicious ops left inside a segment.
+        blocked: why it never replays, or None.
+        padding: per structure that must not be padded, why.
+        failed: bucket -> why its capture failed.
+        fallbacks: reason -> calls.
+    """
+
+    sizes: str
+    steps: int
+    segments: int
+    inline_segments: int
+    splitting_ops: dict[str, int]
+    distinct: int
+    compile_seconds: float
+    leaks: tuple[str, ...]
+    blocked: str | None
+    padding: dict[str, str]
+    buckets: tuple[BucketReport, ...]
+    failed: dict[int, str]
+    fallbacks: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All traces of a model and what they hold together."""
+
+    traces: tuple[TraceReport, ...]
+    pool_bytes: int
+    buffer_bytes: int
+    sealed: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists and numbers, ready for json.dump."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = []
+        for number, trace in enumerate(self.traces):
+            lines += _trace_lines(number, trace)
+        held = f"{_mib(self.pool_bytes)} in the graph pool, {_mib(self.buffer_bytes)} in owned buffers"
+        lines.append(f"memory: {held}" + ("; sealed" if self.sealed else ""))
+        return "\n".join(lines)
+
+
+def explain(compiled: Any) -> Report:
+    """Report on what pg.compile or torch.compile(..., backend="piecewise") returned.
+
+    Raises:
+        NotCompiledError: the object has no trace of this backend.
+    """
+    family = family_for(compiled)
+    if family is None or not family.runtimes:
+        raise NotCompiledError.unknown(repr(compiled)[:80].splitlines()[0])
+    runtimes = family.runtimes
+    traces = tuple(_trace(r) if isinstance(r, Runtime) else _whole(r) for r in runtimes)
+    buffers = sum(r.buffer_bytes() for r in runtimes if isinstance(r, Runtime))
+    return Report(traces, family.pool.bytes(), buffers, family.sealed)
+
+
+def _trace(runtime: Runtime) -> TraceReport:
+    program = runtime.program
+    split, segments = program.split, program.compiled.segments
+    ops: dict[str, int] = {}
+    for call in split.op_calls:
+        ops[call.op.name] = ops.get(call.op.name, 0) + 1
+    inline = sum(not s.facts.computes for s in segments.values())
+    verdicts = {s.key: runtime.family.verdicts.get(s.key) for s in program.compiled.distinct}
+    return TraceReport(
+        sizes=_sizes(runtime),
+        steps=len(split.steps),
+        segments=len(segments) - inline,
+        inline_segments=inline,
+        splitting_ops=ops,
+        distinct=len(program.compiled.distinct),
+        compile_seconds=sum(s.seconds for s in program.compiled.distinct),
+        leaks=split.leaks,
+        blocked=program.blocked,
+        padding={key: fault for key, fault in verdicts.items() if fault},
+        buckets=tuple(_bucket(runtime, size) for size in sorted(runtime.tapes)),
+        failed=dict(runtime.failed),
+        fallbacks=dict(runtime.fallbacks),
+    )
+
+
+def _bucket(runtime: Runtime, size: int) -> BucketReport:
+    entry = runtime.tapes[size]
+    below = max((s for s in runtime.tapes if s < size), default=0)
+    replays = sum(count for tokens, count in runtime.replays.items() if below < tokens <= size)
+    return BucketReport(
+        size, entry.tape.graphs, entry.graph_bytes, entry.seconds, replays, dict(entry.tape.unpadded)
+    )
+
+
+def _whole(runtime: WholeRuntime) -> TraceReport:
+    return TraceReport("all", 1, 0, 0, {}, 0, 0.0, (), runtime.reason, {}, (), {}, dict(runtime.fallbacks))
+
+
+def _sizes(runtime: Runtime) -> str:
+    if runtime.program.token is None:
+        return "fixed shapes" if not runtime.program.contract.symbols else "several dynamic sizes"
+    low, high = runtime.program.contract.ranges[0]
+    text = f"{low} tokens and more" if high is None else f"{low} to {high} tokens"
+    guards = [str(guard) for guard in runtime.program.contract.guards]
+    return text + (f", {len(guards)} conditions: {', '.join(guards)[:120]}" if guards else "")
+
+
+def _trace_lines(number: int, trace: TraceReport) -> list[str]:
+    ops = ", ".join(f"{count} x {name}" for name, count in trace.splitting_ops.items()) or "no splitting op"
+    lines = [f"trace {number}: {trace.sizes}"]
+    if trace.segments:
+        inline = f" (+{trace.inline_segments} inline)" if trace.inline_segments else ""
+        lines.append(f"  {trace.steps} steps: {trace.segments} segments{inline}, {ops}")
+        lines.append(f"  {trace.distinct} distinct structures compiled in {trace.compile_seconds:.1f} s")
+    if trace.blocked:
+        lines.append(f"  never replayed: {trace.blocked}")
+    lines += [f"  inside a segment, not registered: {leak}" for leak in trace.leaks]
+    lines += [f"  structure {key} is not padded: {fault}" for key, fault in trace.padding.items()]
+    if trace.buckets:
+        lines.append("  bucket  graphs  pool MiB  seconds  replays")
+    for b in trace.buckets:
+        lines.append(
+            f"  {b.tokens:6d}  {b.graphs:6d}  {b.graph_bytes / 2**20:8.1f}  {b.seconds:7.2f}  {b.replays:7d}"
+        )
+    lines += [f"  bucket {size} failed: {why}" for size, why in trace.failed.items()]
+    lines += [f"  fallback {reason}: {count} calls" for reason, count in trace.fallbacks.items()]
+    return lines
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

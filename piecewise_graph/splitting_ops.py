@@ -1,0 +1,192 @@
+"""The registry of splitting ops and the checks of their contract.
+
+A splitting op (attention, usually) is where a graph is cut: it runs between captured segments, on
+tensors narrowed to the real token count. Two kinds work:
+
+* out-style, `ns::op(..., Tensor(a!) out) -> ()`: the segment before allocates `out`; nothing is copied.
+* functional, `ns::op(...) -> Tensor`: the runtime copies the result into a buffer of its own, so that
+  ops of other people work unchanged. `F.scaled_dot_product_attention` is registered like this.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from piecewise_graph._torch import OpOverload, OpOverloadPacket
+from piecewise_graph.errors import SplittingOpError
+
+
+@dataclass(frozen=True)
+class SplittingOp:
+    """One registered op.
+
+    Attributes:
+        name: "namespace::name".
+        padded: the op wants the bucket's full size and handles padded rows itself.
+        capturable: it may also be captured, where a forward context allows it (implies `padded`).
+    """
+
+    name: str
+    padded: bool = False
+    capturable: bool = False
+
+
+_registry: dict[str, SplittingOp] = {}
+_builtins: dict[Callable[..., Any], str] = {}
+
+
+def register_splitting_op(name: str, *, padded: bool = False, capturable: bool = False) -> SplittingOp:
+    """Cut graphs at `name` from the next trace on.
+
+    Args:
+        name: "namespace::name" of an op that torch knows already.
+        padded: call it with padded rows (it has to keep them harmless itself).
+        capturable: allow it inside a captured graph; implies `padded`.
+
+    Raises:
+        SplittingOpError: unknown op, or a schema that cannot be true.
+    """
+    packet = _resolve(name)
+    for overload in packet.overloads():
+        _check_schema(name, getattr(packet, overload)._schema)
+    op = SplittingOp(name, padded or capturable, capturable)
+    _registry[name] = op
+    _builtins.update(dict.fromkeys(_python_callables(name), name))
+    return op
+
+
+def splitting_op_of(node: Node) -> SplittingOp | None:
+    """The registered op that `node` calls, or None."""
+    if node.op != "call_function":
+        return None
+    name = _op_name(node.target)
+    return _registry.get(name) if name else None
+
+
+def registered_names() -> tuple[str, ...]:
+    return tuple(sorted(_registry))
+
+
+def _op_name(target: Any) -> str | None:
+    """Match packets, overloads and the Python builtins that reach Dynamo graphs as they are."""
+    if isinstance(target, OpOverload):
+        return target._schema.name
+    if isinstance(target, OpOverloadPacket):
+        return target._qualified_op_name
+    try:
+        return _builtins.get(target)
+    except TypeError:  # an unhashable callable is nobody's builtin
+        return None
+
+
+def op_overload(target: Any) -> OpOverload | None:
+    """The overload whose schema describes `target`, where there is exactly one to choose."""
+    if isinstance(target, OpOverload):
+        return target
+    name = _op_name(target)
+    if name is None:
+        return None
+    packet = target if isinstance(target, OpOverloadPacket) else _resolve(name)
+    return getattr(packet, packet.overloads()[0])
+
+
+def written_arguments(target: Any) -> frozenset[str]:
+    """Names of the arguments that the op's schema says it writes."""
+    overload = op_overload(target)
+    return frozenset() if overload is None else frozenset(_written(overload._schema))
+
+
+def bind_arguments(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(argument name, value) pairs of a call, positions resolved through the schema."""
+    overload = op_overload(target)
+    names = [a.name for a in overload._schema.arguments] if overload is not None else []
+    for index, value in enumerate(args):
+        yield (names[index] if index < len(names) else f"argument {index}"), value
+    yield from kwargs.items()
+
+
+# --- what stays inside a segment ------------------------------------------------------------------
+
+# Names of ops and arguments that betray an attention call which nobody registered.
+_ATTENTION = re.compile(r"flash_attn|flashinfer|attention|\bmha_", re.IGNORECASE)
+_ATTENTION_ARGUMENTS = frozenset({"block_table", "block_tables", "cu_seqlens", "cu_seqlens_q", "kv_indices"})
+_OWN_NAMESPACES = frozenset({"aten", "prims", "prim", "inductor"})
+_IN_PLACE_OPERATORS = frozenset(
+    {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv}
+)
+
+
+def may_write(node: Node) -> bool:
+    """In-place calls have to run although nobody reads what they return."""
+    if node.op == "call_method":
+        return str(node.target).endswith("_")
+    overload = op_overload(node.target)
+    if overload is not None:
+        return overload._schema.is_mutable
+    name = getattr(node.target, "__name__", "")
+    in_place_name = name.endswith("_") and not name.endswith("__")
+    return in_place_name or node.target in _IN_PLACE_OPERATORS or "out" in node.kwargs
+
+
+def leaked_op(node: Node) -> str | None:
+    """The name of an op that looks as if it should have been a splitting op; None for all others."""
+    overload = op_overload(node.target) if node.op == "call_function" else None
+    if overload is None:
+        name = getattr(node.target, "__name__", "")
+        return name if _ATTENTION.search(name) else None
+    name, arguments = overload._schema.name, {a.name for a in overload._schema.arguments}
+    writes = overload.namespace not in _OWN_NAMESPACES and overload._schema.is_mutable
+    looks_like_attention = _ATTENTION.search(name) or arguments & _ATTENTION_ARGUMENTS
+    return name if name not in _registry and (writes or looks_like_attention) else None
+
+
+# --- checks -----------------------------------------------------------------------------------------
+
+
+def _resolve(name: str) -> OpOverloadPacket:
+    namespace, _, op = name.partition("::")
+    if not namespace or not op:
+        raise SplittingOpError.bad_name(name)
+    try:
+        return getattr(getattr(torch.ops, namespace), op)
+    except AttributeError:
+        raise SplittingOpError.unknown(name) from None
+
+
+def _check_schema(name: str, schema: Any) -> None:
+    if not schema.returns and not list(_written(schema)):
+        raise SplittingOpError.no_effect(name, str(schema))
+    if any(r.alias_info is not None for r in schema.returns) and not _is_out_overload(schema):
+        raise SplittingOpError.returns_alias(name, str(schema))
+
+
+def _written(schema: Any) -> Iterator[str]:
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield argument.name
+
+
+def _is_out_overload(schema: Any) -> bool:
+    """`op.out(..., *, Tensor(a!) out) -> Tensor(a!)`: torch's own convention, harmless here."""
+    return schema.overload_name.endswith("out") and bool(list(_written(schema)))
+
+
+def _python_callables(name: str) -> Iterator[Callable[..., Any]]:
+    """Builtins such as F.scaled_dot_product_attention stand in Dynamo graphs unconverted."""
+    namespace, _, op = name.partition("::")
+    if namespace == "aten":
+        for module in (torch.nn.functional, torch, Tensor):
+            candidate = getattr(module, op, None)
+            if callable(candidate):
+                yield candidate
+
+
+register_splitting_op("aten::scaled_dot_product_attention")

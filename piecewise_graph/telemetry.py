@@ -1,0 +1,77 @@
+"""`pg.counters`: what the library did, as numbers that a test can assert by formula."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+NAMES = {
+    "traces": "graphs that Dynamo handed to the backend",
+    "segments": "compute segments that splitting produced (captured kind; inline ones apart)",
+    "inline_segments": "segments without compute, evaluated once when a tape is bound",
+    "op_steps": "steps between segments, each of one or more adjacent splitting ops",
+    "compiles": "distinct segment structures compiled",
+    "tapes": "buckets captured",
+    "failed_captures": "buckets whose capture failed; pg.explain says why",
+    "captures": "graphs captured (segments x buckets; on a CPU their stand-ins)",
+    "replays": "forwards served by a tape",
+    "unpadded_segments": "segments that a replay ran uncaptured at the exact token count",
+    "fallbacks": "forwards served without a tape; per reason as 'fallbacks:REASON'",
+}
+
+
+class Counters:
+    """Monotonic counts. `snapshot()` copies them, `expect()` asserts how they change."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        self._counts[name] += amount
+
+    def fallback(self, reason: str) -> None:
+        self._counts["fallbacks"] += 1
+        self._counts[f"fallbacks:{reason}"] += 1
+
+    def unpadded(self, reason: str, amount: int = 1) -> None:
+        self._counts["unpadded_segments"] += amount
+        self._counts[f"unpadded_segments:{reason}"] += amount
+
+    def snapshot(self) -> dict[str, int]:
+        """All counts by name; every name of `NAMES` is present, reasons as they occurred."""
+        return dict.fromkeys(NAMES, 0) | dict(self._counts)
+
+    def clear(self) -> None:
+        self._counts.clear()
+
+    @contextmanager
+    def expect(self, **deltas: int) -> Iterator[None]:
+        """Assert that exactly these changes happen inside the `with` block.
+
+        Counters that are not named may change freely. Reasons contain a colon, so they are given by
+        `**{"fallbacks:above_max_tokens": 1}`.
+
+        Raises:
+            AssertionError: naming each counter that moved differently.
+        """
+        before = self.snapshot()
+        yield
+        wrong = _differences(before, self.snapshot(), deltas)
+        if wrong:
+            raise AssertionError("counters moved differently: " + "; ".join(wrong))
+
+    def __repr__(self) -> str:
+        return f"Counters({self.snapshot()})"
+
+
+def _differences(before: Mapping[str, int], after: Mapping[str, int], deltas: Mapping[str, int]) -> list[str]:
+    found = {name: after.get(name, 0) - before.get(name, 0) for name in deltas}
+    return [
+        f"{name}: expected {deltas[name]:+d}, found {found[name]:+d}"
+        for name in deltas
+        if found[name] != deltas[name]
+    ]
+
+
+counters = Counters()

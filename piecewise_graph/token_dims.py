@@ -1,0 +1,96 @@
+"""Which dimensions of a call's tensor arguments count tokens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piecewise_graph.errors import TokenDimError
+
+# Where transformers' models count tokens, from the last dimension. The first one present leads.
+_LEADERS = {"input_ids": -1, "inputs_embeds": -2}
+_FOLLOWERS = {"position_ids": -1, "token_type_ids": -1, "cache_position": -1, "attention_mask": -1}
+
+
+class TokenDims:
+    """Finds token dimensions by what the user said, by known names, or in a lone one-dimensional tensor.
+
+    Args:
+        model: read for its signature, so that positional arguments have names.
+        token_dim: argument name -> dimension, from the user.
+    """
+
+    def __init__(self, model: Callable[..., Any], token_dim: Mapping[str, int] | None) -> None:
+        self._given = dict(token_dim or {})
+        self._signature = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
+
+    @property
+    def named(self) -> set[str]:
+        """Arguments whose token dimension the user stated: it is an error when the model fixes one."""
+        return set(self._given)
+
+    def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The call's direct tensor arguments by parameter name."""
+        found: dict[str, Any] = {}
+        for name, value in self._signature.bind(*args, **kwargs).arguments.items():
+            kind = self._signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                found |= value
+            elif kind is inspect.Parameter.VAR_POSITIONAL:
+                found |= {f"{name}[{index}]": item for index, item in enumerate(value)}
+            else:
+                found[name] = value
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def find(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """Argument name -> its token dimensions, the leading argument first.
+
+        Arguments that the user did not name follow the leader: by name where transformers has one, else
+        in every dimension of the same size (of at least 2: every batch dimension has size 1).
+
+        Raises:
+            TokenDimError: nothing tells the token dimension, or the user named what is not there.
+        """
+        dims: dict[str, tuple[int, ...]] = {
+            n: (self._checked(n, d, tensors),) for n, d in self._given.items()
+        }
+        dims = dims or _leader(tensors)
+        leader = next(iter(dims))
+        count = tensors[leader].shape[dims[leader][0]]
+        for name, tensor in tensors.items():
+            if name not in dims:
+                following = _following(name, tensor, count)
+                if following:
+                    dims[name] = following
+        return dims
+
+    def _checked(self, name: str, dim: int, tensors: Mapping[str, Tensor]) -> int:
+        if name not in tensors:
+            raise TokenDimError.no_such_input(name, list(tensors))
+        shape = tensors[name].shape
+        if not -len(shape) <= dim < len(shape):
+            raise TokenDimError.no_such_dim(name, dim, shape)
+        return dim % len(shape)
+
+
+def _leader(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    for name, dim in _LEADERS.items():
+        if name in tensors and tensors[name].ndim >= -dim:
+            return {name: (tensors[name].ndim + dim,)}
+    if len(tensors) == 1:
+        (name, tensor) = next(iter(tensors.items()))
+        if tensor.ndim == 1:
+            return {name: (0,)}
+    raise TokenDimError.ambiguous([f"{name} has shape {tuple(t.shape)}" for name, t in tensors.items()])
+
+
+def _following(name: str, tensor: Tensor, count: int) -> tuple[int, ...]:
+    known = _FOLLOWERS.get(name, _LEADERS.get(name))
+    if known is not None and tensor.ndim <= 3:
+        dim = tensor.ndim + known
+        return (dim,) if dim >= 0 and tensor.shape[dim] == count else ()
+    return tuple(dim for dim, size in enumerate(tensor.shape) if size == count and count > 1)
