@@ -210,7 +210,12 @@ def publish_graph(name: str, gm: GraphModule) -> None:
 
 @contextmanager
 def observe_ops(on_op: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> Iterator[None]:
-    """Call `on_op(op, args, kwargs, result)` after every op that runs inside the block."""
+    """Call `on_op(op, args, kwargs, result)` after every op that runs inside the block.
+
+    Under the Python dispatcher, as Dynamo runs fake tensors: composite ops written in C++ (matmul) would
+    ask for plain integers and so fix a symbolic size to its value.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Observer(TorchDispatchMode):
@@ -219,7 +224,7 @@ def observe_ops(on_op: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Non
             on_op(func, args, kwargs or {}, result)
             return result
 
-    with Observer():
+    with enable_python_dispatcher(), Observer():
         yield
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from piecewise_graph import _torch
 from piecewise_graph.errors import GraphPoolError
+from piecewise_graph.shapes import overwrite
 
 Run = Callable[..., Sequence[Tensor]]
 
@@ -150,7 +151,7 @@ def _stand_in(run: Run, inputs: Sequence[object]) -> tuple[Callable[[], None], S
 
     def replay() -> None:
         for output, value in zip(outputs, run(*inputs), strict=True):
-            output.copy_(value)
+            overwrite(output, value)
 
     return replay, outputs
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from piecewise_graph.compiler import CompiledSegment
 from piecewise_graph.program import Program
-from piecewise_graph.shapes import TensorSpec, evaluate
+from piecewise_graph.shapes import TensorSpec, evaluate, overwrite
 from piecewise_graph.split_graph import Ref, SegmentStep
 from piecewise_graph.static_inputs import narrow
 
@@ -117,7 +117,8 @@ def _resized(
         assert spec is not None
         if spec.token_dims(program.token):
             grown = _grow(narrow(value, spec, program, live), spec, program, size - live, make_tail)
-            resized.append(spec.empty(program.sizes_at(size)).copy_(grown))
+            resized.append(spec.empty(program.sizes_at(size)))
+            overwrite(resized[-1], grown)
         else:
             resized.append(value.clone() if index in segment.facts.written else value)
     return resized

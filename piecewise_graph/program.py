@@ -12,7 +12,7 @@ from torch import Tensor
 
 from piecewise_graph.compiler import CompiledGraph, CompiledSegment
 from piecewise_graph.errors import SplittingOpError
-from piecewise_graph.shapes import ShapeContract, Sizes, TensorSpec, evaluate
+from piecewise_graph.shapes import ShapeContract, Sizes, TensorSpec, evaluate, overwrite
 from piecewise_graph.split_graph import OpCall, Ref, SegmentStep, Size, SplitGraph, references, resolve
 
 RunSegment = Callable[[SegmentStep, CompiledSegment, list[Any]], Sequence[Tensor]]
@@ -129,4 +129,6 @@ def as_promised(op: str, result: Any, spec: TensorSpec | None, sizes: Sizes) -> 
         raise SplittingOpError.broken_promise(op, "dtype and shape", promised, found)
     if result.stride() == spec.stride_at(sizes):
         return result
-    return spec.empty(sizes).copy_(result)
+    kept = spec.empty(sizes)
+    overwrite(kept, result)
+    return kept

@@ -69,6 +69,17 @@ def substitute(expr: sympy.Basic, sizes: Sizes) -> sympy.Basic:
     return expr.xreplace({symbol: sympy.Integer(value) for symbol, value in sizes.items()})
 
 
+def overwrite(destination: Tensor, source: Tensor) -> None:
+    """`destination.copy_(source)`, where `destination` may be expanded (a dimension of stride 0).
+
+    copy_ refuses to write one memory location twice; the first of equal elements is enough.
+    """
+    for dim, (size, step) in enumerate(zip(destination.shape, destination.stride(), strict=True)):
+        if step == 0 and size > 1:
+            destination, source = destination.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    destination.copy_(source)
+
+
 @dataclass(frozen=True)
 class ShapeContract:
     """For which arguments a trace is valid, as far as sizes go (Note [One trace] in frontend.py).

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from piecewise_graph.program import Program
-from piecewise_graph.shapes import evaluate
+from piecewise_graph.shapes import evaluate, overwrite
 from piecewise_graph.split_graph import Ref, Size, resolve
 from piecewise_graph.static_inputs import CopyPlan, StaticInputs, narrow
 
@@ -126,4 +126,4 @@ class ReplayTape:
 def _call_into(call: Call, destinations: tuple[tuple[int | None, Tensor], ...]) -> None:
     result = call()
     for element, destination in destinations:
-        destination.copy_(result if element is None else result[element])
+        overwrite(destination, result if element is None else result[element])
