@@ -108,6 +108,8 @@ def _bench_shape(
     shape: Shape, options: argparse.Namespace, rows: list[dict[str, Any]], marks: list[Mark]
 ) -> None:
     torch._dynamo.reset()
+    # cuDNN's attention builds a plan for every new token count, 0.13 s each, on every side alike.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = _model(shape, device)
     make = partial(_inputs, vocab=model.config.vocab_size, device=device)
@@ -228,11 +230,9 @@ def _cut_rows(shape: Shape, compiled: Any, options: argparse.Namespace) -> list[
         graphs = [entry for entry in tape.entries if not isinstance(entry, LateCall)]
         whole = _one_graph(tape, runtime.family.pool)
 
-        def replay_all(graphs: list[Any] = graphs) -> None:
-            for graph in graphs:
-                graph()
-
-        times = alternate({"segments": replay_all, "one graph": whole}, rounds=options.rounds * 2, repeat=20)
+        run = runtime.family.pool.run_off_default_stream
+        sides = {"segments": partial(run, graphs), "one graph": partial(run, [whole])}
+        times = alternate(sides, rounds=options.rounds * 2, repeat=20)
         cut, one = times["segments"], times["one graph"]
         rows.append(
             {

@@ -5,14 +5,21 @@ All buckets of a model, and all models that were given the same pool, reuse the 
 replayed one after another, never side by side, and whatever outlives a forward is copied out. So the
 pool needs as much as its largest bucket, not the sum. The price: everything a graph wrote is
 overwritten by the next replay of *any* graph in the pool.
+
+Note [Off the default stream]
+Graphs launched one after another into CUDA's legacy default stream leave the device idle between them: on an
+H200, 18 us per boundary where each graph runs 7 GEMVs, against 1.3 us on any other stream (and 5.0 us of host
+time per launch against 3.2). A caller on the default stream is therefore served on the pool's stream, with one
+event before and one after; a caller on a stream of his own is served there.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -49,6 +56,7 @@ class GraphPool:
         self._device: torch.device | None = None
         self._memory: torch.cuda.MemPool | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
         self._in_use = 0
 
@@ -74,6 +82,7 @@ class GraphPool:
         if device.type == "cuda" and self._memory is None:
             self._memory = torch.cuda.MemPool()
             self._stream = torch.cuda.Stream(device)
+            self._events = torch.cuda.Event(), torch.cuda.Event()
 
     @contextmanager
     def using(self) -> Iterator[None]:
@@ -98,6 +107,21 @@ class GraphPool:
                 yield
             current.wait_stream(self._stream)
 
+    def run_off_default_stream(self, calls: Iterable[Callable[[], Any]]) -> None:
+        """Make `calls` in order, ordered with the caller's stream (Note [Off the default stream])."""
+        caller = torch.cuda.current_stream(self._device) if self._stream is not None else None
+        if caller is None or caller != torch.cuda.default_stream(self._device):
+            for call in calls:
+                call()
+            return
+        assert self._events is not None and self._stream is not None
+        before, after = self._events
+        self._stream.wait_event(caller.record_event(before))
+        with torch.cuda.stream(self._stream):
+            for call in calls:
+                call()
+        caller.wait_event(self._stream.record_event(after))
+
     def capture(self, run: Run, inputs: Sequence[object]) -> tuple[Callable[[], None], Sequence[Tensor]]:
         """Capture `run(*inputs)`. Call it inside `session()`, after a warm-up of the same shapes.
 
@@ -111,9 +135,26 @@ class GraphPool:
         graph.capture_begin(self._pool_handle(), capture_error_mode="thread_local")
         try:
             outputs = run(*inputs)
-        finally:
-            graph.capture_end()
+        except BaseException:
+            self._abandon(graph)
+            raise
+        graph.capture_end()
         return graph.replay, outputs
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed.
+
+        When ending it fails too, torch leaves the random generators in capture state, where the next
+        random op anywhere would raise; an empty capture that succeeds takes them out of it.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin(capture_error_mode="thread_local")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch remarks that the graph is empty
+                empty.capture_end()
 
     def _pool_handle(self) -> Any:
         assert self._memory is not None
@@ -133,7 +174,8 @@ class GraphPool:
                 raise GraphPoolError.busy()
             for owner in list(self._owners):
                 owner.drop_graphs()
-            had_memory, self._memory, self._stream, self._device = self._memory, None, None, None
+            had_memory, self._memory = self._memory, None
+            self._stream = self._events = self._device = None
             if had_memory is not None:
                 torch.cuda.synchronize()
                 del had_memory

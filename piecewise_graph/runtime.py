@@ -169,8 +169,7 @@ class Runtime:
         if self.family.config.check != "off":
             self._check_addresses(args)
         bound.copy_in.fill(args)
-        for call in bound.calls:
-            call()
+        self.family.pool.run_off_default_stream(bound.calls)
         counters.add("replays")
         self.replays[num_tokens] += 1
         for reason, segments in bound.unpadded.items():
