@@ -53,8 +53,8 @@ def run(options: DemoOptions) -> int:
     )
     compiled = pg.compile(model, max_tokens=options.max_tokens, compiler=options.compiler)
     prompt = _encode(tokenizer, options.prompt).to(options.device)
-    with torch.inference_mode():
-        print(pg.capture(compiled, lambda n: _inputs(prompt[:, :1].expand(1, n).contiguous())))
+    with torch.no_grad():
+        print(pg.capture(compiled, lambda n: _inputs(prompt[:, :1].repeat(1, n))))
         if options.command == "explain":
             print(pg.explain(compiled))
             return 0
@@ -116,7 +116,7 @@ def _print_times(model: Any, compiled: Any, prompt: Tensor, options: DemoOptions
     sizes = [n for n in _TIMED_TOKENS if n <= options.max_tokens]
     print(f"{'tokens':>8s}" + "".join(f"{name:>16s}" for name in sides) + "   ms per forward (median)")
     for tokens in sizes:
-        ids = prompt[:, :1].expand(1, tokens).contiguous()
+        ids = prompt[:, :1].repeat(1, tokens)
         calls = [partial(side, **_inputs(ids)) for side in sides.values()]
         medians = _medians(calls, options.device)
         print(f"{tokens:8d}" + "".join(f"{value * 1e3:16.3f}" for value in medians))

@@ -75,6 +75,7 @@ class CompiledModel:
         return getattr(self.__dict__["_model"], name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_plain_strides(args, kwargs)
         tensors = self._finder.tensors(args, kwargs)
         dims = self._finder.find(tensors)
         leader = next(iter(dims))
@@ -197,6 +198,23 @@ def _mark(tensors: Mapping[str, Tensor], dims: Mapping[str, tuple[int, ...]], na
         for dim in places:
             mark = _torch.mark_dynamic if name in named else _torch.maybe_mark_dynamic
             mark(tensors[name], dim)
+
+
+def _with_plain_strides(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A slice of length 1 keeps the strides of what it was cut from; Dynamo would trace it anew."""
+    return tuple(map(_plain_strides, args)), {name: _plain_strides(value) for name, value in kwargs.items()}
+
+
+def _plain_strides(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.is_contiguous():
+        return value
+    step, strides = 1, []
+    for size in reversed(value.shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return value if list(value.stride()) == strides else value.as_strided(value.shape, strides)
 
 
 def _repeated(tensor: Tensor, dims: Sequence[int]) -> Tensor:

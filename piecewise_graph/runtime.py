@@ -161,8 +161,9 @@ class Runtime:
         return self._replay(bound, args, num_tokens)
 
     def _run_compiled(self, args: Sequence[Any], sizes: Sizes, reason: str) -> list[Any]:
-        counters.fallback(reason)
-        self.fallbacks[reason] += 1
+        if self.family.capturing is not False:  # pg.capture's tracing calls are nobody's forwards
+            counters.fallback(reason)
+            self.fallbacks[reason] += 1
         return run_steps(self.program, args, sizes)
 
     def _replay(self, bound: BoundTape, args: Sequence[Any], num_tokens: int) -> list[Any]:
