@@ -78,6 +78,7 @@ class Runtime:
         self._inputs: StaticInputs | None = None
         self._buffers = FlatBuffers()
         self._ready: dict[int, BoundTape] = {}
+        self._size_verdicts: dict[tuple[int, ...], str | None] = {}
         sizes = self.sizes
         self._invalid = frozenset(
             size
@@ -101,7 +102,7 @@ class Runtime:
         sizes = contract.read_sizes(args)
         num_tokens = self._count(sizes)
         different = contract.dim_violation(args, sizes)
-        violation = different or contract.size_violation(sizes)
+        violation = different or self._size_violation(sizes)
         if violation is not None:
             raise ShapeMiss(violation, sizes_differ=bool(different), num_tokens=num_tokens)
         self.family.ran += 1
@@ -110,6 +111,13 @@ class Runtime:
             if bound is None or _capturing_elsewhere(self.program.device):
                 return self._decide_and_run(args, sizes, num_tokens)
             return self._replay(bound, args, num_tokens)
+
+    def _size_violation(self, sizes: Sizes) -> str | None:
+        """The contract's verdict on sizes, looked up after the first time: evaluating a guard is slow."""
+        key = tuple(sizes.values())
+        if key not in self._size_verdicts:
+            self._size_verdicts[key] = self.program.contract.size_violation(sizes)
+        return self._size_verdicts[key]
 
     def decide(self, num_tokens: int) -> Decision:
         """What a call of `num_tokens` tokens would do now."""

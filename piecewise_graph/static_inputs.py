@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.program import Program
-from piecewise_graph.shapes import TensorSpec
+from piecewise_graph.shapes import TensorSpec, overwrite
 
 
 def narrow(tensor: Tensor, spec: TensorSpec, program: Program, num_tokens: int) -> Tensor:
@@ -69,16 +69,25 @@ class FlatBuffers:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """How one call's activations reach the buffers of a bucket, for one token count."""
+    """How one call's activations reach the buffers of a bucket, for one token count.
+
+    Attributes:
+        indices, destinations: arguments and where they go, in one launch.
+        expanded: the same for arguments with a dimension of stride 0, one by one.
+        padding: what lies past the live tokens.
+    """
 
     indices: tuple[int, ...]
     destinations: list[Tensor]
+    expanded: tuple[tuple[int, Tensor], ...]
     padding: list[Tensor]
 
     def fill(self, args: Sequence[Any]) -> None:
         """Copy in, then zero the tail: zeros are legal indices, and they keep NaN out of padded ops."""
         if self.destinations:
             torch._foreach_copy_(self.destinations, [args[index] for index in self.indices])
+        for index, destination in self.expanded:
+            overwrite(destination, args[index])
         if self.padding:
             torch._foreach_zero_(self.padding)
 
@@ -101,12 +110,18 @@ class StaticInputs:
         return self._flat[index].as_strided(spec.shape_at(sizes), spec.stride_at(sizes))
 
     def plan(self, bucket: int, num_tokens: int) -> CopyPlan:
-        destinations, padding = [], []
+        plain: dict[int, Tensor] = {}
+        expanded: list[tuple[int, Tensor]] = []
+        padding: list[Tensor] = []
         for index in self._flat:
             view, spec = self.view(index, bucket), self._spec(index)
-            destinations.append(narrow(view, spec, self._program, num_tokens))
-            padding += tails(view, spec, self._program, num_tokens)
-        return CopyPlan(tuple(self._flat), destinations, padding)
+            live = narrow(view, spec, self._program, num_tokens)
+            if 0 in view.stride():  # an expanded argument: copy_ and zero_ refuse to write one place twice
+                expanded.append((index, live))
+            else:
+                plain[index] = live
+                padding += tails(view, spec, self._program, num_tokens)
+        return CopyPlan(tuple(plain), list(plain.values()), tuple(expanded), padding)
 
     def bytes(self) -> int:
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
