@@ -210,7 +210,8 @@ def _with_plain_strides(
 def _plain_strides(value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.is_contiguous():
         return value
-    step, strides = 1, []
+    step = 1
+    strides: list[int] = []
     for size in reversed(value.shape):
         strides.insert(0, step)
         step *= max(size, 1)

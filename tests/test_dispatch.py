@@ -1,0 +1,78 @@
+"""The decision table of one call: pure, so every row is tested without a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from piecewise_graph.dispatch import Action, Decision, Situation, decide
+
+LAZY = Situation(sizes=(4, 8), captured={}, failed={}, may_capture=True)
+
+
+def compiled_because(reason: str) -> Decision:
+    return Decision(Action.COMPILED, None, reason)
+
+
+@pytest.mark.parametrize(("tokens", "bucket"), [(1, 4), (4, 4), (5, 8), (8, 8)])
+def test_first_call_of_a_bucket_captures_it(tokens: int, bucket: int) -> None:
+    assert decide(tokens, LAZY) == Decision(Action.CAPTURE, bucket)
+
+
+@pytest.mark.parametrize(("tokens", "bucket"), [(1, 4), (4, 4), (5, 8), (8, 8)])
+def test_captured_bucket_is_replayed(tokens: int, bucket: int) -> None:
+    given = replace(LAZY, captured={4: True, 8: True}, may_capture=False)
+    assert decide(tokens, given) == Decision(Action.REPLAY, bucket)
+
+
+def test_tape_that_was_not_proven_serves_its_exact_size_only() -> None:
+    given = replace(LAZY, captured={4: False})
+    assert decide(4, given) == Decision(Action.REPLAY, 4)
+    assert decide(3, given) == Decision(Action.CAPTURE, 4)
+    assert decide(3, replace(given, may_capture=False)) == compiled_because("not_captured")
+
+
+def test_larger_captured_bucket_does_not_stand_in_for_a_missing_one() -> None:
+    given = replace(LAZY, captured={8: True}, may_capture=False)
+    assert decide(3, given) == compiled_because("not_captured")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "change", "reason"),
+    [
+        (3, {"blocked": "random_numbers"}, "random_numbers"),
+        (0, {"blocked": "random_numbers"}, "random_numbers"),
+        (0, {}, "no_tokens"),
+        (9, {}, "above_max_tokens"),
+        (9, {"unpaddable": "derived_size"}, "above_max_tokens"),
+        (8, {"invalid": frozenset({8})}, "bucket_outside_trace"),
+        (3, {"unpaddable": "derived_size"}, "derived_size"),
+        (3, {"failed": {4: "broke"}}, "capture_failed"),
+        (3, {"may_capture": False}, "not_captured"),
+    ],
+)
+def test_reasons_in_their_order(tokens: int, change: dict[str, object], reason: str) -> None:
+    assert decide(tokens, replace(LAZY, **change)) == compiled_because(reason)  # type: ignore[arg-type]
+
+
+def test_exact_size_of_an_unpaddable_trace_is_captured_and_replayed() -> None:
+    given = replace(LAZY, unpaddable="mixes_tokens")
+    assert decide(4, given) == Decision(Action.CAPTURE, 4)
+    assert decide(4, replace(given, captured={4: True})) == Decision(Action.REPLAY, 4)
+
+
+def test_bucket_outside_of_the_trace_is_skipped_for_the_next_one() -> None:
+    assert decide(3, replace(LAZY, invalid=frozenset({4}))) == Decision(Action.CAPTURE, 8)
+
+
+def test_failed_bucket_does_not_touch_the_others() -> None:
+    given = replace(LAZY, failed={4: "broke"})
+    assert decide(5, given) == Decision(Action.CAPTURE, 8)
+
+
+@pytest.mark.parametrize("tokens", range(12))
+def test_every_decision_has_a_bucket_or_a_reason(tokens: int) -> None:
+    for given in (LAZY, replace(LAZY, may_capture=False), replace(LAZY, captured={4: True, 8: False})):
+        found = decide(tokens, given)
+        assert (found.bucket is None) == (found.reason is not None) == (found.action is Action.COMPILED)

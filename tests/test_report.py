@@ -1,0 +1,136 @@
+"""pg.explain: for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import WIDTH, Blocks, compiled, ops, rows
+
+import piecewise_graph as pg
+from piecewise_graph.errors import NotCompiledError
+
+LAYERS = 3
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def used(device: torch.device) -> tuple[Blocks, object]:
+    """A model that was called with 3, 3, 4, 8 and 9 tokens, and what pg.compile returned."""
+    model = Blocks(LAYERS).to(device)
+    fast = compiled(model)
+    for count in (3, 3, 4, 8, 9):
+        fast(rows(count, device))
+    return model, fast
+
+
+def test_report_counts_by_formula(used: tuple[Blocks, object]) -> None:
+    report = pg.explain(used[1])
+    (trace,) = report.traces
+    assert trace.segments == LAYERS + 1
+    assert trace.steps == 2 * LAYERS + 1
+    assert trace.inline_segments == 0
+    assert trace.splitting_ops == {"toy::mix": LAYERS}
+    assert trace.distinct == 3
+    assert trace.blocked is None
+    assert trace.failed == trace.padding == {}
+    assert [(b.tokens, b.graphs, b.replays) for b in trace.buckets] == [
+        (4, LAYERS + 1, 2),
+        (8, LAYERS + 1, 0),
+    ]
+    assert trace.fallbacks == {"above_max_tokens": 1}
+    # the input and one bridge, for 8 tokens; the bridge of the smaller bucket, which came first, apart
+    assert report.buffer_bytes == (8 + 8 + 4) * WIDTH * 4
+    assert not report.sealed
+
+
+def test_report_is_json(used: tuple[Blocks, object]) -> None:
+    report = pg.explain(used[1])
+    text = json.dumps(report.to_dict())
+    found = json.loads(text)
+    assert found["traces"][0]["segments"] == LAYERS + 1
+    assert found["buffer_bytes"] == report.buffer_bytes
+
+
+def test_text_shows_what_a_person_asks(used: tuple[Blocks, object]) -> None:
+    text = str(pg.explain(used[1]))
+    for part in (
+        f"{LAYERS + 1} segments",
+        f"{LAYERS} x toy::mix",
+        "3 distinct structures",
+        "1 tokens and more",
+        "fallback above_max_tokens: 1 calls",
+        "in the graph pool",
+    ):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 160
+
+
+def test_text_shows_why_a_segment_is_not_padded(device: torch.device) -> None:
+    fast = compiled(lambda x: ops.mix(x * 2) / x.shape[0])
+    fast(rows(3, device)), fast(rows(3, device))
+    report = pg.explain(fast)
+    assert list(report.traces[0].padding.values()) == ["mixes_tokens"]
+    assert report.traces[0].buckets[0].unpadded == {"mixes_tokens": 1}
+    assert "is not padded: mixes_tokens" in str(report)
+
+
+def test_text_shows_that_a_trace_is_never_replayed(device: torch.device) -> None:
+    fast = compiled(lambda x: ops.mix(x) + torch.rand_like(x))
+    fast(rows(3, device))
+    assert "never replayed: random_numbers" in str(pg.explain(fast))
+
+
+def test_trace_of_a_range_shows_it(device: torch.device) -> None:
+    fast = compiled(lambda x: ops.mix(x * (2 if x.shape[0] < 6 else 3)))
+    fast(rows(3, device))
+    assert pg.explain(fast).traces[0].sizes.startswith(("1 to 5 tokens", "1 tokens and more, 1 conditions"))
+
+
+def test_plain_torch_compile_is_found_by_its_weights_and_by_its_code(device: torch.device) -> None:
+    options = {"compiler": "eager", "max_tokens": 8}
+    model = Blocks(LAYERS).to(device)
+    by_weights = torch.compile(model, backend="piecewise", options=options)
+    by_weights(rows(3, device))
+    assert pg.explain(by_weights).traces[0].segments == LAYERS + 1
+
+    def function(x: Tensor) -> Tensor:
+        return ops.mix(x * 2)
+
+    by_code = torch.compile(function, backend="piecewise", options=options)
+    by_code(rows(3, device))
+    assert pg.explain(by_code).traces[0].splitting_ops == {"toy::mix": 1}
+
+
+def test_two_models_of_one_class_are_told_apart(device: torch.device) -> None:
+    options = {"compiler": "eager", "max_tokens": 8}
+    models = [torch.compile(Blocks(n).to(device), backend="piecewise", options=options) for n in (1, 4)]
+    for fast in models:
+        fast(rows(3, device))
+    assert [pg.explain(fast).traces[-1].segments for fast in models] == [1 + 1, 4 + 1]
+
+
+@pytest.mark.parametrize("strange", [None, 3, nn.Linear(2, 2), print])
+def test_object_that_is_not_compiled_is_refused(strange: object) -> None:
+    with pytest.raises(NotCompiledError, match="pass the object that"):
+        pg.explain(strange)
+
+
+def test_model_that_was_never_called_is_refused(device: torch.device) -> None:
+    with pytest.raises(NotCompiledError, match="after at least one call"):
+        pg.explain(compiled(Blocks().to(device)))
+
+
+def test_explain_changes_nothing(used: tuple[Blocks, object], device: torch.device) -> None:
+    before = pg.counters.snapshot()
+    first = pg.explain(used[1]).to_dict()
+    assert pg.explain(used[1]).to_dict() == first
+    assert pg.counters.snapshot() == before

@@ -1,0 +1,426 @@
+"""What crosses a cut, and what may not: each trap of splitting a Dynamo graph, against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from toys import COUNTS, WIDTH, Blocks, check, compiled, fallbacks, ops, rows
+
+import piecewise_graph as pg
+
+# COUNTS meets two buckets and one call above them.
+BUCKETS, ABOVE = 2, 1
+REPLAYS = len(COUNTS) - BUCKETS - ABOVE
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def counts_of(segments: int, op_steps: int, *, inline: int = 0) -> dict[str, int]:
+    """What `check` moves for a model of so many segments, all of them padded."""
+    return {
+        "traces": 1,
+        "segments": segments,
+        "inline_segments": inline,
+        "op_steps": op_steps,
+        "tapes": BUCKETS,
+        "captures": BUCKETS * segments,
+        "replays": REPLAYS,
+        "fallbacks": ABOVE,
+        "unpadded_segments": 0,
+    }
+
+
+# --- sizes --------------------------------------------------------------------------------------------
+
+
+def test_torch_size_taken_before_an_op_is_used_after_it(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        size = x.size()
+        return ops.mix(x * 2).view(size[0], 2, -1).sum(1).view(size[0], size[1] // 2) + 1
+
+    check(model, device, expect=counts_of(segments=2, op_steps=1))
+
+
+def test_whole_torch_size_crosses_a_cut(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        size = x.size()
+        return ops.mix((x * 2).flatten()[: x.shape[0] * WIDTH].view(size)).reshape(size) + x.new_ones(size)
+
+    check(model, device, expect={"traces": 1, "replays": REPLAYS})
+
+
+def test_half_of_the_token_count_crosses_a_cut(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        half = x.shape[0] // 2
+        return ops.mix(x + 1) * half  # depends on the size, so this segment is not padded
+
+    fast = check(model, device, expect={"traces": 1, "unpadded_segments": REPLAYS * 1})
+    assert "mixes_tokens" in pg.explain(fast).traces[0].padding.values()
+
+
+def test_integer_results_are_computed_for_the_live_count(device: torch.device) -> None:
+    def model(x: Tensor) -> tuple[Tensor, int, int]:
+        return ops.mix(x * 2) + 1, x.shape[0], x.shape[0] * 2 + 1
+
+    check(model, device, expect={"replays": REPLAYS})
+
+
+# --- tuples -------------------------------------------------------------------------------------------
+
+
+def test_elements_of_a_chunk_cross_a_cut(device: torch.device) -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = (x * 2).chunk(2, dim=1)
+        mixed = ops.mix(left.contiguous())
+        return mixed + right, left
+
+    check(model, device, expect=counts_of(segments=2, op_steps=1))
+
+
+def test_strided_element_goes_straight_into_an_op(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        left, right = torch.split(x * 2, [3, WIDTH - 3], dim=1)
+        return ops.mix(right)[:, :3] + left
+
+    check(model, device, expect=counts_of(segments=2, op_steps=1))
+
+
+@pytest.mark.parametrize("used", [(0, 1), (1,), (0,)])
+def test_elements_of_a_tuple_that_an_op_returned(used: tuple[int, ...], device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        pair = ops.mix_pair(x * 2)
+        return sum((pair[i] * (i + 1) for i in used), torch.zeros_like(x))
+
+    check(model, device, expect=counts_of(segments=2, op_steps=1))
+
+
+def test_op_takes_a_list_of_tensors_from_two_segments(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        early = x * 2
+        return ops.mix_list([early, ops.mix(early) + 1]) - 1
+
+    check(model, device, expect=counts_of(segments=3, op_steps=2))
+
+
+def test_element_read_far_from_its_tuple(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        parts = (x * 2).unbind(1)
+        mixed = ops.mix(parts[0].unsqueeze(1).expand(-1, WIDTH).contiguous())
+        return ops.mix(mixed + 1) + parts[WIDTH - 1].unsqueeze(1)
+
+    check(model, device, expect=counts_of(segments=3, op_steps=2))
+
+
+# --- modes --------------------------------------------------------------------------------------------
+
+
+def test_autocast_region_inside_one_segment_stays_in_force(device: torch.device) -> None:
+    weight = torch.randn(WIDTH, WIDTH, device=device)
+
+    def model(x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            low = x @ weight
+        assert low.dtype == torch.bfloat16
+        return ops.mix(low.float()) + 1
+
+    check(model, device, expect=counts_of(segments=2, op_steps=1))
+
+
+def test_autocast_region_around_an_op_keeps_the_graph_whole(device: torch.device) -> None:
+    weight = torch.randn(WIDTH, WIDTH, device=device)
+
+    def model(x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            low = ops.mix(x) @ weight
+        return low.float() + 1
+
+    fast = check(model, device, expect={"fallbacks": len(COUNTS)})
+    assert fallbacks(fast) == {"autocast_region_crosses_a_cut": len(COUNTS)}
+
+
+def test_grad_switches_around_an_op_do_not_cut_more(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = x * 2
+        with torch.no_grad():
+            x = ops.mix(x)
+        return x + 1
+
+    check(model, device, expect={"segments": 2, "op_steps": 1, "replays": REPLAYS})
+
+
+# --- constants and weights ----------------------------------------------------------------------------
+
+
+def test_tensor_constants_and_globals_are_bound_not_copied_in(device: torch.device) -> None:
+    held = torch.arange(float(WIDTH), device=device)
+
+    def model(x: Tensor) -> Tensor:
+        made = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], device=x.device)
+        return ops.mix(x * made) + held
+
+    check(model, device, expect={"segments": 2, "op_steps": 1, "replays": REPLAYS})
+
+
+def test_weights_are_read_where_they_are(device: torch.device) -> None:
+    """Copies of weights would show as buffer bytes, and an in-place update would not be seen."""
+    model = Blocks(2, width=64).to(device)
+    fast = compiled(model)
+    x = rows(3, device, 64)
+    fast(x), fast(x)
+    model.linears[0].weight.mul_(-2)
+    torch.testing.assert_close(fast(x), model(x))
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    # one input, and one bridge buffer per mix: 3 buffers of at most 8 x 64 floats
+    assert 0 < pg.explain(fast).buffer_bytes <= 3 * 8 * 64 * 4 < weight_bytes
+
+
+# --- writes -------------------------------------------------------------------------------------------
+
+
+def test_in_place_ops_on_a_value_of_an_earlier_segment(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        z = ops.mix(y)
+        y.add_(1)
+        y[:, :2] = z[:, :2]
+        return y + z
+
+    check(model, device, expect=counts_of(segments=2, op_steps=1))
+
+
+def test_segment_that_only_writes_is_not_dropped(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        z = ops.mix(y)
+        y.add_(1)  # nobody reads what this returns
+        return y + ops.mix(z)
+
+    check(model, device, expect=counts_of(segments=3, op_steps=2))
+
+
+def test_bridge_buffer_written_in_place_by_a_later_segment(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        z = ops.mix(x * 2)
+        z.mul_(3)
+        return ops.mix(z + 1) + z
+
+    check(model, device, expect=counts_of(segments=3, op_steps=2))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_two_inputs_of_one_storage_of_which_one_is_written(compiler: str, device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        view = y[:, 2:]
+        z = ops.mix(y)
+        y.add_(1)
+        return view + z[:, 2:]
+
+    check(model, device, compiler=compiler, expect=counts_of(segments=2, op_steps=1))
+
+
+def test_op_writes_a_view_whose_base_is_read_later(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        ops.halve(y[:, :4])
+        return y + 1
+
+    check(model, device, expect=counts_of(segments=2, op_steps=1))
+
+
+def test_op_writes_a_base_whose_view_is_read_later(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        view = y.view(-1, 2, WIDTH // 2)[:, 1]
+        ops.halve(y)
+        return view + 1
+
+    check(model, device, expect=counts_of(segments=2, op_steps=1))
+
+
+def test_op_that_writes_the_callers_tensor_reaches_it(device: torch.device) -> None:
+    """A written activation is written back, or the call runs without a tape; it is never lost."""
+
+    def model(x: Tensor) -> Tensor:
+        ops.halve(x)
+        return x + 1
+
+    fast = compiled(model)
+    for count in COUNTS:
+        x = rows(count, device)
+        mine, wanted = x.clone(), x * 0.5 + 1
+        torch.testing.assert_close(fast(mine), wanted)
+        torch.testing.assert_close(mine, x * 0.5)
+
+
+def test_cache_that_is_an_argument_of_forward_is_written_by_every_call(device: torch.device) -> None:
+    """A KV cache handed to forward has no token dimension and is no weight; op writes must reach it."""
+
+    def model(x: Tensor, cache: Tensor) -> Tensor:
+        y = x * 2
+        ops.append(y, cache)
+        return y + cache
+
+    fast = compiled(model)
+    cache, wanted = torch.zeros(WIDTH, device=device), torch.zeros(WIDTH, device=device)
+    for count in COUNTS:
+        x = rows(count, device)
+        wanted += (x * 2).sum(0)
+        torch.testing.assert_close(fast(x, cache), x * 2 + wanted)
+        torch.testing.assert_close(cache, wanted)
+
+
+# --- steps --------------------------------------------------------------------------------------------
+
+
+def test_adjacent_ops_merge_into_one_step(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        a = ops.mix(x * 2)
+        b = ops.mix(a)
+        return a + b
+
+    fast = check(model, device, expect=counts_of(segments=2, op_steps=1))
+    assert pg.explain(fast).traces[0].splitting_ops == {"toy::mix": 2}
+
+
+def test_allocation_between_ops_is_made_once_without_a_graph(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        a = ops.mix(x * 2)
+        out = torch.empty_like(a)
+        ops.mix_out(a, out)
+        return out + 1
+
+    check(model, device, expect=counts_of(segments=2, op_steps=2, inline=1))
+
+
+def test_views_between_ops_are_made_once_without_a_graph(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        a = ops.mix(x * 2)
+        b = ops.mix(a.view(-1, 2, WIDTH // 2).transpose(1, 2))
+        return b.transpose(1, 2).reshape(-1, WIDTH) + 1
+
+    check(model, device, expect=counts_of(segments=2, op_steps=2, inline=1))
+
+
+def test_op_inside_a_higher_order_op_keeps_the_graph_whole(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 3, ops.mix, lambda t: t + 1, (x * 2,))
+
+    fast = check(model, device, counts=(3, 3, 9))
+    assert fallbacks(fast) == {"splitting_op_inside_higher_order_op": 3}
+
+
+def test_graph_without_a_splitting_op_is_one_segment(device: torch.device) -> None:
+    check(lambda x: x * 2 + 1, device, expect=counts_of(segments=1, op_steps=0))
+
+
+def test_graph_that_is_nothing_but_an_op(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        return ops.mix(x)
+
+    check(model, device, expect=counts_of(segments=0, op_steps=1))
+
+
+def test_argument_handed_back_is_the_callers_own(device: torch.device) -> None:
+    fast = compiled(lambda x: (ops.mix(x * 2), x))
+    for count in (3, 3, 9):
+        x = rows(count, device)
+        assert fast(x)[1] is x
+
+
+def test_same_tensor_returned_twice(device: torch.device) -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor, None]:
+        y = ops.mix(x * 2)
+        return y, y, None
+
+    check(model, device, expect={"replays": REPLAYS})
+
+
+def test_layers_times_ops_gives_layers_plus_one_segments(device: torch.device) -> None:
+    layers = 5
+    check(Blocks(layers).to(device), device, expect=counts_of(segments=layers + 1, op_steps=layers))
+
+
+# --- small programs at random -------------------------------------------------------------------------
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "double": lambda x: x * 2,
+    "in place": lambda x: (x * 1).add_(1),
+    "transposed view": lambda x: x.view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(-1, WIDTH),
+    "slice": lambda x: torch.cat([x[:, 4:], x[:, :4]], 1),
+    "chunk": lambda x: torch.cat(list(x.chunk(2, dim=1))[::-1], 1),
+    "mix": ops.mix,
+    "mix twice": lambda x: ops.mix(ops.mix(x)),
+    "pair": lambda x: ops.mix_pair(x)[1],
+    "strided": ops.mix_strided,
+    "cumsum": lambda x: x.cumsum(0),
+    "divide by T": lambda x: x / x.shape[0],
+}
+
+
+def mixed_out(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    ops.mix_out(x, out)
+    return out
+
+
+def halved_view(x: Tensor) -> Tensor:
+    y = x * 1
+    ops.halve(y[:, 2:])
+    return y
+
+
+UNARY |= {"mix out": mixed_out, "halved view": halved_view}
+
+
+class Chain(nn.Module):
+    """Steps by name; a number adds the value that many steps back, "linear" is a layer of its own."""
+
+    def __init__(self, steps: list[str | int]) -> None:
+        super().__init__()
+        self.steps = steps
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for step in steps if step == "linear")
+
+    def forward(self, x: Tensor) -> tuple[Any, ...]:
+        values, used = [x * 1], 0
+        for step in self.steps:
+            last = values[-1]
+            if isinstance(step, int):
+                values.append(last + values[max(len(values) - 1 - step, 0)])
+            elif step == "linear":
+                values.append(self.linears[used](last))
+                used += 1
+            else:
+                values.append(UNARY[step](last))
+        return values[-1], values[len(values) // 2]
+
+
+STEPS = st.one_of(st.sampled_from([*UNARY, "linear"]), st.integers(1, 4))
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    phases=[Phase.generate],
+)
+@given(
+    steps=st.lists(STEPS, min_size=1, max_size=8), counts=st.lists(st.integers(1, 9), min_size=3, max_size=5)
+)
+def test_random_programs_give_eagers_result(steps: list[str | int], counts: list[int]) -> None:
+    torch._dynamo.reset()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check(Chain(steps).to(device), device, counts=counts, expect={"traces": 1})

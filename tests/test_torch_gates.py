@@ -1,0 +1,482 @@
+"""Each function of `_torch.py` does what it says on the torch that is installed."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.testing._internal.two_tensor import TwoTensor
+
+from piecewise_graph import _torch
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class Traced:
+    """A graph as Dynamo hands it to a backend, kept with what is only known inside of the call."""
+
+    def __init__(self, look: Callable[[GraphModule], Any] = lambda gm: None) -> None:
+        self.look, self.graphs, self.inputs, self.seen = look, [], [], []
+
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        self.graphs.append(gm)
+        self.inputs.append(list(inputs))
+        self.seen.append(self.look(gm))
+        return gm.forward
+
+    @property
+    def gm(self) -> GraphModule:
+        return self.graphs[-1]
+
+
+def trace(
+    model: Any, *args: Any, look: Callable[[GraphModule], Any] = lambda gm: None, **options: Any
+) -> Traced:
+    traced = Traced(look)
+    torch.compile(model, backend=traced, **options)(*args)
+    return traced
+
+
+def dynamic(*shape: int, device: torch.device | None = None) -> Tensor:
+    x = torch.randn(*shape, device=device)
+    torch._dynamo.mark_dynamic(x, 0)
+    return x
+
+
+def placeholders(gm: GraphModule) -> list[torch.fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.table
+
+
+TABLE = torch.ones(8)
+
+
+# --- Dynamo's graphs ----------------------------------------------------------------------------------
+
+
+def test_fake_values_shape_environment_and_expressions_of_a_graph() -> None:
+    gm = trace(lambda x: x * x.shape[0] + (x.shape[0] // 2), dynamic(6, 8)).gm
+    (x,) = [n for n in placeholders(gm) if isinstance(_torch.example_value(n), Tensor)]
+    size = _torch.example_value(x).shape[0]
+    assert isinstance(size, torch.SymInt)
+    symbol = _torch.expression(size)
+    assert symbol.is_Symbol
+    assert _torch.expression(size // 2).free_symbols == {symbol}
+    assert _torch.expression(7) == sympy.Integer(7)
+    assert _torch.shape_env_of(gm) is size.node.shape_env
+    assert _torch.fake_mode_of(gm) is _torch.example_value(x).fake_mode
+
+
+def test_graph_without_tensors_has_no_fake_mode() -> None:
+    gm = torch.fx.symbolic_trace(lambda x: x + 1)
+    assert _torch.fake_mode_of(gm) is None
+    assert _torch.shape_env_of(gm) is None
+
+
+def range_of(gm: GraphModule) -> Any:
+    (symbol,) = _torch.expression(_size(gm)).free_symbols
+    return _torch.value_range(_torch.shape_env_of(gm), symbol)
+
+
+def _size(gm: GraphModule) -> Any:
+    tensors = [_torch.example_value(n) for n in placeholders(gm)]
+    return next(t for t in tensors if isinstance(t, Tensor)).shape[0]
+
+
+def test_value_range_starts_at_two_and_is_open() -> None:
+    assert trace(lambda x: x * 2, dynamic(6, 8), look=range_of).seen == [(2, None)]
+
+
+def test_value_range_follows_a_bound_of_the_mark() -> None:
+    x = torch.randn(6, 8)
+    torch._dynamo.mark_dynamic(x, 0, min=3, max=40)
+    assert trace(lambda x: x * 2, x, look=range_of).seen == [(3, 40)]
+
+
+def test_value_range_of_an_integer_argument_is_a_pair() -> None:
+    """A plain int that varies has no bounds at all; its range must be readable all the same."""
+
+    def ranges(gm: GraphModule) -> list[Any]:
+        symbols = [_torch.example_value(n) for n in placeholders(gm)]
+        integers = [_torch.expression(s) for s in symbols if isinstance(s, torch.SymInt)]
+        return [_torch.value_range(_torch.shape_env_of(gm), symbol) for symbol in integers]
+
+    traced = trace(lambda x, n: x * n, torch.ones(4), 5, look=ranges, dynamic=True)
+    assert traced.seen
+    for low, high in traced.seen[-1]:
+        assert low is None or isinstance(low, int)
+        assert high is None or isinstance(high, int)
+
+
+def test_shape_guards_show_a_branch_on_the_size() -> None:
+    def guards(gm: GraphModule) -> tuple[Any, ...]:
+        return _torch.shape_guards(_torch.shape_env_of(gm))
+
+    assert trace(lambda x: x * 2, dynamic(6, 8), look=guards).seen == [()]
+    (found,) = trace(lambda x: x * 2 if x.shape[0] % 4 == 2 else x, dynamic(6, 8), look=guards).seen
+    assert any(guard.free_symbols for guard in found)
+
+
+def test_sources_tell_weights_and_globals_from_arguments() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x * TABLE
+
+    def sources(gm: GraphModule) -> dict[bool, list[str]]:
+        found: dict[bool, list[str]] = {True: [], False: []}
+        for node in placeholders(gm):
+            name, of_module = _torch.placeholder_source(node)
+            found[of_module].append(name)
+        return found
+
+    (of_model,) = trace(Small(), torch.ones(2, 8), look=sources).seen  # known inside of the call only
+    assert len(of_model[False]) == 1
+    assert all(any(part in name for name in of_model[True]) for part in ("weight", "bias", "table"))
+    (of_function,) = trace(model, torch.ones(2, 8), look=sources).seen
+    assert of_function[False] == ["L['x']"]
+    assert len(of_function[True]) == 1
+    assert "TABLE" in of_function[True][0]
+
+
+def test_source_of_a_node_that_dynamo_did_not_make_is_its_name() -> None:
+    (node,) = placeholders(torch.fx.symbolic_trace(lambda x: x + 1))
+    assert _torch.placeholder_source(node) == ("x", False)
+
+
+def test_code_of_the_frame_is_known_inside_of_a_backend_only() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x * 2
+
+    assert trace(model, torch.ones(3), look=lambda gm: _torch.current_root_code()).seen == [model.__code__]
+    assert _torch.current_root_code() is None
+
+
+def test_original_callable_of_what_torch_compile_returns() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x
+
+    module = Small()
+    assert _torch.original_callable(torch.compile(module, backend="eager")) is module
+    assert _torch.original_callable(torch.compile(function, backend="eager")) is function
+    assert _torch.original_callable(3) is None
+
+
+# --- errors -------------------------------------------------------------------------------------------
+
+
+def test_restarts_are_control_flow_and_other_errors_are_not() -> None:
+    from torch._dynamo import exc
+
+    assert issubclass(exc.RestartAnalysis, exc.TorchDynamoException)
+    assert _torch.is_dynamo_control_flow(exc.TensorifyScalarRestartAnalysis(restart_reason="r"))
+    assert not _torch.is_dynamo_control_flow(RuntimeError("r"))
+
+
+def raised_by(function: Callable[[], Any]) -> BaseException:
+    with pytest.raises(Exception) as raised:
+        function()
+    return raised.value
+
+
+def test_size_that_a_model_fixes_is_a_specialization_error() -> None:
+    def fixed(x: Tensor) -> Tensor:
+        return x.view(6, 8) + torch.ones(6, 8)
+
+    error = raised_by(lambda: trace(fixed, dynamic(6, 8)))
+    assert _torch.is_specialization_error(error)
+    assert not _torch.is_specialization_error(RuntimeError("something else"))
+
+
+def test_error_of_a_backend_is_found_inside_of_dynamos() -> None:
+    def broken(gm: GraphModule, inputs: Any) -> Any:
+        raise ZeroDivisionError("mine")
+
+    error = raised_by(lambda: torch.compile(lambda x: x * 2, backend=broken)(torch.ones(3)))
+    assert isinstance(_torch.backend_error(error), ZeroDivisionError)
+    plain = ValueError()
+    assert _torch.backend_error(plain) is plain
+
+
+def test_shapes_that_do_not_fit_are_a_trace_error_and_running_is_not() -> None:
+    error = raised_by(lambda: trace(lambda x: x @ torch.ones(3, 3), torch.ones(4, 8), fullgraph=True))
+    assert _torch.is_trace_error(error)
+    assert not _torch.is_trace_error(RuntimeError("while running"))
+
+
+# --- marks and guards ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mark", [_torch.mark_dynamic, _torch.maybe_mark_dynamic])
+def test_marked_dimension_is_traced_once_for_all_sizes(mark: Callable[[Tensor, int], None]) -> None:
+    traced = Traced()
+    fast = torch.compile(lambda x: x * 2, backend=traced)
+    for count in (5, 6, 7):
+        x = torch.ones(count, 8)
+        mark(x, 0)
+        mark(x, 0)
+        fast(x)
+    assert len(traced.graphs) == 1
+
+
+def test_weak_mark_may_be_fixed_by_the_model() -> None:
+    x = torch.ones(6, 8)
+    _torch.maybe_mark_dynamic(x, 0)
+    trace(lambda x: x.view(6, 8) + torch.ones(6, 8), x)
+
+
+def test_without_shape_guards_one_trace_serves_one_token_and_other_guards_stay() -> None:
+    traced = Traced()
+    model = Small()
+    fast = torch.compile(model, backend=traced, options={"guard_filter_fn": _torch.drop_shape_guards})
+    for count in (5, 1, 9):
+        x = torch.randn(count, 8)
+        if count > 1:
+            _torch.mark_dynamic(x, 0)
+        torch.testing.assert_close(fast(x), model(x))
+    assert len(traced.graphs) == 1
+    fast(torch.randn(5, 8, dtype=torch.float32).requires_grad_())
+    model.train(not model.training)
+    fast(torch.randn(5, 8))
+    assert len(traced.graphs) > 1
+
+
+def test_branches_of_user_code_are_recorded() -> None:
+    _torch.record_branches()
+    _torch.record_branches()  # wraps once
+
+    def model(x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] > 1 else x * 3
+
+    def look(gm: GraphModule) -> Any:
+        return _torch.branches(_torch.shape_env_of(gm))
+
+    (found,) = trace(model, dynamic(6, 8), look=look).seen
+    ((condition, outcome, filename, line),) = [b for b in found if b[2] == __file__]
+    assert outcome is True or outcome is False
+    (symbol,) = condition.free_symbols
+    assert bool(condition.subs(symbol, 1)) != outcome
+    assert bool(condition.subs(symbol, 6)) == outcome
+    assert filename == __file__
+    assert line == model.__code__.co_firstlineno + 1
+    assert trace(lambda x: x * 2, dynamic(6, 8), look=look).seen == [[]]
+
+
+# --- compilers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_compiled_segment_serves_all_sizes_and_returns_a_sequence(
+    compiler: str, device: torch.device
+) -> None:
+    """Compiled inside of the backend call, as the library does it."""
+    made: list[Any] = []
+
+    def look(gm: GraphModule) -> None:
+        from piecewise_graph.splitter import split
+
+        (step,) = split(gm).segments
+        inputs = [_torch.example_value(n) for n in placeholders(step.gm)]
+        made.append(_torch.compile_segment(step.gm, inputs, compiler))
+
+    trace(lambda x: x.sin() * 2 + 1, dynamic(6, 8, device=device), look=look)
+    for count in (6, 3, 1, 40):
+        x = torch.randn(count, 8, device=device)
+        (found,) = made[0](x)
+        torch.testing.assert_close(found, x.sin() * 2 + 1)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_whole_graph_keeps_gradients(compiler: str, device: torch.device) -> None:
+    model = Small().to(device)
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        return _torch.compile_whole(gm, inputs, compiler)
+
+    x = torch.randn(3, 8, device=device)
+    with torch.enable_grad():
+        torch.compile(model, backend=backend)(x).sum().backward()
+        found = model.linear.weight.grad.clone()
+        model.zero_grad()
+        model(x).sum().backward()
+    torch.testing.assert_close(found, model.linear.weight.grad)
+
+
+def test_published_graph_reaches_torch_logs() -> None:
+    script = (
+        "import torch; from piecewise_graph import _torch\n"
+        "def f(x): return x.sin()\n"
+        "def backend(gm, inputs): _torch.publish_graph('my_segment', gm); return gm.forward\n"
+        "torch.compile(f, backend=backend)(torch.ones(3))"
+    )
+    environment = {**os.environ, "TORCH_LOGS": "+graph_code"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "my_segment" in done.stderr
+    assert "x.sin()" in done.stderr
+
+
+# --- looking at segments ------------------------------------------------------------------------------
+
+
+def test_observer_sees_every_op_its_arguments_and_its_result(device: torch.device) -> None:
+    seen: list[Any] = []
+    with _torch.observe_ops(lambda op, args, kwargs, result: seen.append((op, args, kwargs, result))):
+        y = torch.ones(3, device=device) * 2
+    names = [op._schema.name for op, *_ in seen]
+    assert "aten::mul" in names
+    assert seen[-1][3] is y
+    with _torch.observe_ops(lambda *_: seen.append(None)):
+        pass
+    assert None not in seen
+
+
+def test_unknown_sizes_are_told_from_symbolic_ones() -> None:
+    found: list[tuple[bool, bool]] = []
+
+    def look(gm: GraphModule) -> None:
+        (x,) = [n for n in placeholders(gm) if isinstance(_torch.example_value(n), Tensor)]
+        fake = _torch.example_value(x)
+        with fake.fake_mode:
+            found.append((_torch.has_unknown_size(fake), _torch.has_unknown_size(fake.nonzero())))
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        trace(lambda x: x * 2 + x.nonzero().sum(), dynamic(6, 8), look=look)
+    assert found == [(False, True)]
+
+
+def test_storage_identity_follows_views(device: torch.device) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake, other = torch.empty(4, 4), torch.empty(4, 4)
+        assert _torch.storage_id(fake) == _torch.storage_id(fake[1:].t()) != _torch.storage_id(other)
+    real = torch.empty(4, 4, device=device)
+    assert _torch.storage_id(real) == _torch.storage_id(real.view(-1)[3:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_weak_alias_is_the_same_memory_without_owning_it(dtype: torch.dtype, device: torch.device) -> None:
+    base = torch.zeros(6, 8, device=device, dtype=dtype)
+    view = base[1:, ::2].t()
+    alias = _torch.weak_alias(view)
+    assert (alias.shape, alias.stride(), alias.dtype, alias.device) == (
+        view.shape,
+        view.stride(),
+        view.dtype,
+        view.device,
+    )
+    assert alias.data_ptr() == view.data_ptr()
+    base.fill_(1)
+    assert bool((alias == 1).all())
+    assert _torch.storage_id(alias) != _torch.storage_id(view)
+
+
+@pytest.mark.gpu
+def test_weak_alias_lets_the_memory_be_reused(device: torch.device) -> None:
+    torch.cuda.empty_cache()
+    tensor = torch.zeros(1 << 22, device=device)
+    before = torch.cuda.memory_allocated()
+    alias = _torch.weak_alias(tensor)
+    address = tensor.data_ptr()
+    assert torch.cuda.memory_allocated() == before
+    del tensor
+    assert torch.cuda.memory_allocated() < before
+    assert torch.zeros(1 << 22, device=device).data_ptr() == address == alias.data_ptr()
+
+
+@pytest.mark.gpu
+def test_pool_bytes_counts_one_pool_only(device: torch.device) -> None:
+    pool, other = torch.cuda.MemPool(), torch.cuda.MemPool()
+    assert _torch.pool_bytes(pool.id) == 0
+    with torch.cuda.use_mem_pool(pool):
+        kept = torch.zeros(8 << 20, dtype=torch.uint8, device=device)
+    assert _torch.pool_bytes(pool.id) >= kept.nbytes
+    assert _torch.pool_bytes(other.id) == 0
+
+
+@pytest.mark.gpu
+def test_cublas_workspaces_can_be_cleared(device: torch.device) -> None:
+    a = torch.randn(256, 256, device=device)
+    wanted = a @ a
+    _torch.clear_cublas_workspaces()
+    torch.testing.assert_close(a @ a, wanted)
+
+
+def test_plain_tensors_and_parameters_are_told_from_subclasses() -> None:
+    assert _torch.is_plain_tensor(torch.ones(2))
+    assert _torch.is_plain_tensor(nn.Parameter(torch.ones(2)))
+    assert not _torch.is_plain_tensor(TwoTensor(torch.ones(2), torch.ones(2)))
+
+
+# --- functions that stand in graphs -------------------------------------------------------------------
+
+
+def targets(gm: GraphModule) -> list[Any]:
+    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def test_autocast_stands_in_graphs_as_these_functions(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return x @ x.t()
+
+    enter, leave = _torch.autocast_functions()
+    found = targets(trace(model, torch.ones(4, 4, device=device)).gm)
+    assert found.count(enter) == found.count(leave) == 1
+
+
+def test_grad_switches_stand_in_graphs_as_this_function() -> None:
+    def model(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return x * 2
+
+    assert _torch.grad_mode_function() in targets(trace(model, torch.ones(3)).gm)
+    assert _torch.grad_mode_function() in _torch.droppable_functions()
+
+
+def test_bodies_of_higher_order_ops_are_found() -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda t: t + 1, lambda t: t - 1, (x,))
+
+    gm = trace(model, torch.ones(3)).gm
+    names = [str(node.target) for node in gm.graph.nodes if node.op == "get_attr"]
+    assert len(list(_torch.inner_graphs(gm, names))) == 2
+    assert list(_torch.inner_graphs(gm, ["no_such_name"])) == []
+
+
+# --- completeness -------------------------------------------------------------------------------------
+
+
+def test_every_function_is_held_by_a_test_here() -> None:
+    public = {
+        name
+        for name, value in vars(_torch).items()
+        if callable(value)
+        and getattr(value, "__module__", "") == _torch.__name__
+        and not name.startswith("_")
+    }
+    source = inspect.getsource(sys.modules[__name__])
+    assert not {name for name in public if f"_torch.{name}" not in source}

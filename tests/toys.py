@@ -1,0 +1,192 @@
+"""Toy splitting ops and models that tests share: each op is wrong in a visible way when it is misused.
+
+The ops live in the namespace `toy`. They take tokens in dimension 0, and those that mix tokens do it
+through the mean, so that a single padded row would change every live one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import piecewise_graph as pg
+
+LIBRARY = torch.library.Library("toy", "FRAGMENT")
+WIDTH = 8
+SIZES = [4, 8]
+COUNTS = (3, 3, 4, 1, 2, 6, 8, 5, 6, 9)  # first calls, replays, both edges of both buckets, above them
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One call of a toy op: its name, the tokens it saw, and a copy of what it saw."""
+
+    op: str
+    tokens: int
+    value: Tensor
+
+
+_seen: list[Seen] | None = None
+
+
+@contextmanager
+def watching() -> Iterator[list[Seen]]:
+    """Collect the calls of toy ops that really ran (tracing runs their fakes)."""
+    global _seen  # noqa: PLW0603
+    _seen = found = []
+    try:
+        yield found
+    finally:
+        _seen = None
+
+
+def note(op: str, x: Tensor) -> None:
+    if _seen is not None:
+        _seen.append(Seen(op, x.shape[0], x.clone()))
+
+
+def centred(x: Tensor) -> Tensor:
+    return x - x.mean(0, keepdim=True)
+
+
+def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> str:
+    """Define `toy::...` with a kernel for all devices and a fake; returns its qualified name."""
+    name = f"toy::{schema.partition('(')[0]}"
+    LIBRARY.define(schema)
+    LIBRARY.impl(schema.partition("(")[0], run, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=LIBRARY)
+    return name
+
+
+def _mix(x: Tensor) -> Tensor:
+    note("mix", x)
+    return centred(x)
+
+
+def _mix_out(x: Tensor, out: Tensor) -> None:
+    note("mix_out", x)
+    out.copy_(centred(x))
+
+
+def _mix_pair(x: Tensor) -> tuple[Tensor, Tensor]:
+    note("mix_pair", x)
+    return centred(x), x.mean(0, keepdim=True) + x
+
+
+def _mix_strided(x: Tensor) -> Tensor:
+    note("mix_strided", x)
+    return centred(x).t().contiguous().t()
+
+
+def _mix_padded(x: Tensor) -> Tensor:
+    note("mix_padded", x)
+    return x * 2
+
+
+def _halve(x: Tensor) -> None:
+    note("halve", x)
+    x.mul_(0.5)
+
+
+def _append(x: Tensor, cache: Tensor) -> None:
+    """Adds up what it was given: a second call, or a padded one, shows."""
+    note("append", x)
+    cache.add_(x.sum(0))
+
+
+def _stack(xs: Sequence[Tensor]) -> Tensor:
+    note("stack", xs[0])
+    return centred(sum(xs, torch.zeros_like(xs[0])))
+
+
+define("mix(Tensor x) -> Tensor", _mix, torch.empty_like)
+define("mix_out(Tensor x, Tensor(a!) out) -> ()", _mix_out, lambda x, out: None)
+define("mix_pair(Tensor x) -> (Tensor, Tensor)", _mix_pair, lambda x: (x.clone(), x.clone()))
+define("mix_strided(Tensor x) -> Tensor", _mix_strided, torch.empty_like)
+define("mix_padded(Tensor x) -> Tensor", _mix_padded, torch.empty_like)
+define("halve(Tensor(a!) x) -> ()", _halve, lambda x: None)
+define("append(Tensor x, Tensor(a!) cache) -> ()", _append, lambda x, cache: None)
+define("mix_list(Tensor[] xs) -> Tensor", _stack, lambda xs: torch.empty_like(xs[0]))
+
+for _op in ("mix", "mix_out", "mix_pair", "mix_strided", "halve", "append", "mix_list"):
+    pg.register_splitting_op(f"toy::{_op}")
+pg.register_splitting_op("toy::mix_padded", padded=True)
+
+ops = torch.ops.toy
+
+
+class Blocks(nn.Module):
+    """`layers` residual blocks, each around one functional splitting op: layers + 1 segments."""
+
+    def __init__(self, layers: int = 2, width: int = WIDTH) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in self.linears:
+            x = x + ops.mix(linear(x))
+        return x * 2
+
+
+def compiled(model: Callable[..., Any], **options: Any) -> Any:
+    """`pg.compile` for models that take `x` with tokens in dimension 0, quick by default."""
+    token_dim = options.pop("token_dim", {"x": 0})
+    defaults = {"compiler": "eager", "capture_sizes": SIZES, "max_tokens": SIZES[-1], "pool": new_pool()}
+    return pg.compile(model, token_dim=token_dim, **(defaults | options))
+
+
+def new_pool() -> pg.GraphPool:
+    """On a CPU, stand-in graphs spoil what nobody should read any more."""
+    return pg.GraphPool(poison=not torch.cuda.is_available())
+
+
+def rows(count: int, device: torch.device, width: int = WIDTH) -> Tensor:
+    return torch.randn(count, width, device=device)
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """Equal within rounding, tuples element by element."""
+    if isinstance(wanted, Tensor):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    elif isinstance(wanted, (tuple, list)):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == wanted
+
+
+def check(
+    model: Callable[..., Any],
+    device: torch.device,
+    *,
+    counts: Sequence[int] = COUNTS,
+    expect: dict[str, int] | None = None,
+    **options: Any,
+) -> Any:
+    """Compile `model` and compare it with eager at `counts`; returns what pg.compile returned.
+
+    Args:
+        expect: counters that all calls together move.
+    """
+    fast = compiled(model, **options)
+    with pg.counters.expect(**(expect or {})):
+        for count in counts:
+            x = rows(count, device)
+            wanted = model(x.clone())
+            assert_same(fast(x.clone()), wanted)
+    return fast
+
+
+def fallbacks(fast: Any) -> dict[str, int]:
+    """Reason -> calls, over all traces of a model."""
+    found: dict[str, int] = {}
+    for trace in pg.explain(fast).traces:
+        for reason, calls in trace.fallbacks.items():
+            found[reason] = found.get(reason, 0) + calls
+    return found
