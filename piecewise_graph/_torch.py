@@ -49,11 +49,11 @@ def shape_guards(shape_env: Any) -> tuple[sympy.Basic, ...]:
     return tuple(guard.expr for guard in shape_env.guards)
 
 
-def value_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int, int | None]:
-    """(lowest, highest or None) value of a size symbol for which the trace is valid."""
+def value_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int | None]:
+    """(lowest, highest) value of a size symbol for which the trace is valid; None where unbounded."""
     bounds = shape_env.var_to_range[symbol]
-    upper = None if not bounds.upper.is_Integer else int(bounds.upper)
-    return int(bounds.lower), upper
+    lower, upper = (int(bound) if bound.is_Integer else None for bound in (bounds.lower, bounds.upper))
+    return lower, upper
 
 
 def expression(value: Any) -> sympy.Expr:
@@ -199,7 +199,7 @@ def compile_whole(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Call
 
 
 def publish_graph(name: str, gm: GraphModule) -> None:
-    """Show a graph to depyf and to TORCH_LOGS=graph_code (depyf swaps this function's code)."""
+    """Show a graph to depyf, which swaps the code of the function called here for one that writes files."""
     from torch._dynamo.utils import lazy_format_graph_code
 
     lazy_format_graph_code(name, gm)

@@ -31,6 +31,7 @@ class SegmentFacts:
         host_sync: it reads a value back to the host or has a data-dependent shape.
         floats_become_integers: it casts floats to integers, so a NaN may become an illegal index.
         computes: it does more than make views and allocate.
+        uninitialised: outputs that it allocates and does not write, for a splitting op to fill.
     """
 
     written: frozenset[int]
@@ -40,11 +41,13 @@ class SegmentFacts:
     host_sync: bool
     floats_become_integers: bool
     computes: bool
+    uninitialised: frozenset[int] = frozenset()
 
 
 class _Observations:
     def __init__(self) -> None:
         self.written: set[int] = set()
+        self.allocated: set[int] = set()
         self.random = self.host_sync = self.casts = self.computes = False
 
     def note(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -58,7 +61,10 @@ class _Observations:
         self.host_sync |= isinstance(result, Tensor) and _torch.has_unknown_size(result)
         self.casts |= _casts_to_integer(op, args, result)
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        self.computes |= not is_view and op._schema.name.partition("::")[2] not in _ALLOCATIONS
+        allocates = op._schema.name.partition("::")[2] in _ALLOCATIONS
+        if allocates:
+            self.allocated.add(_torch.storage_id(result))
+        self.computes |= isinstance(result, (Tensor, tuple, list)) and not is_view and not allocates
 
     def _note_write(self, argument: Any, value: Any) -> None:
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -88,6 +94,7 @@ def analyse(gm: GraphModule, inputs: Sequence[Any]) -> SegmentFacts:
         host_sync=seen.host_sync,
         floats_become_integers=seen.casts,
         computes=seen.computes,
+        uninitialised=frozenset(i for i, s in enumerate(out_ids) if s in seen.allocated - seen.written),
     )
 
 

@@ -18,8 +18,9 @@ from piecewise_graph.family import Family, all_families, family_of
 from piecewise_graph.program import Program, liveness
 from piecewise_graph.runtime import Runtime, WholeRuntime
 from piecewise_graph.shapes import ShapeContract, relaxed_range
-from piecewise_graph.split_graph import SplitGraph
+from piecewise_graph.split_graph import Ref, SplitGraph, references
 from piecewise_graph.splitter import Unsplittable, split
+from piecewise_graph.splitting_ops import bind_arguments, written_arguments
 from piecewise_graph.telemetry import counters
 
 
@@ -61,7 +62,8 @@ def build(gm: GraphModule, example_inputs: Sequence[Any], family: Family) -> Cal
     except Unsplittable as cut:
         reason = cut.reason
     if reason is not None:
-        return WholeRuntime(_torch.compile_whole(gm, example_inputs, compiler), reason, family, weights)
+        whole = _torch.compile_whole(gm, example_inputs, compiler)
+        return _as_function(WholeRuntime(whole, reason, family, weights))
     assert graph is not None
     for leak in graph.leaks:
         _warn_leak(leak)
@@ -69,7 +71,16 @@ def build(gm: GraphModule, example_inputs: Sequence[Any], family: Family) -> Cal
     _count(compiled)
     program = _program(gm, example_inputs, compiled)
     static = None if program.contract.symbols else _static_tokens(graph)
-    return Runtime(program, family, static, _bound_tensors(graph, example_inputs))
+    return _as_function(Runtime(program, family, static, _bound_tensors(graph, example_inputs)))
+
+
+def _as_function(runtime: Runtime | WholeRuntime) -> Callable[..., Any]:
+    """depyf and other tools read the code of what a backend returns; an object has none."""
+
+    def forward(*args: Any) -> Any:
+        return runtime(*args)
+
+    return forward
 
 
 def reset() -> None:
@@ -162,22 +173,41 @@ def _blocked(
 ) -> str | None:
     """Why no call of a trace can be replayed; it runs its compiled segments instead."""
     graph = compiled.split
-    facts = [(step, compiled.segments[step.index].facts) for step in graph.segments]
+    facts = [compiled.segments[step.index].facts for step in graph.segments]
     if len(symbols) > 1:
         return "second_dynamic_dimension"
     if symbols and not any(given.spec and given.spec.token_dims(symbols[0]) for given in graph.inputs):
         return "no_token_dimension"
     if len({x.device for x in example_inputs if isinstance(x, Tensor)}) > 1:
         return "mixed_devices"
-    if any(fact.host_sync for _, fact in facts):
+    if any(fact.host_sync for fact in facts):
         return "data_dependent"
-    if any(fact.random for _, fact in facts):
+    if any(fact.random for fact in facts):
         return "random_numbers"
-    for step, fact in facts:
-        for index in fact.written:
-            if graph.is_argument(step.inputs[index]):
-                return "writes_an_input"
-    return None
+    return "writes_an_input" if _writes_an_input(compiled) else None
+
+
+def _writes_an_input(compiled: CompiledGraph) -> bool:
+    """A segment writes an argument, or an op writes one that replays would copy.
+
+    Ops may write what is bound by address (a KV cache in a module's buffer): they run on the real one.
+    """
+    graph = compiled.split
+    by_segments = [
+        item.slot
+        for step in graph.segments
+        for index in compiled.segments[step.index].facts.written
+        if isinstance(item := step.inputs[index], Ref)
+    ]
+    by_ops = [
+        slot
+        for call in graph.op_calls
+        for name, value in bind_arguments(call.target, call.args, call.kwargs)
+        if name in written_arguments(call.target)
+        for slot in references(value)
+    ]
+    copied = [given for given in graph.arguments_sharing_storage(by_ops) if not given.bound]
+    return bool(copied or graph.arguments_sharing_storage(by_segments))
 
 
 def _has_derived_sizes(graph: SplitGraph, token: sympy.Symbol) -> bool:

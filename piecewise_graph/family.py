@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, TypeAlias
@@ -39,6 +40,7 @@ class Family:
         sealed: pg.capture is done; nothing is captured lazily any more.
         capturing: pg.capture is under way: True captures, False only traces, None otherwise.
         tracing: calls end before they run anything; they are made for their trace alone.
+        fallbacks: reason -> calls that reached no trace.
         ran: graphs that ran since pg.compile last set it to 0.
     """
 
@@ -51,6 +53,7 @@ class Family:
         self.sealed = False
         self.capturing: bool | None = None
         self.tracing = False
+        self.fallbacks: Counter[str] = Counter()
         self.ran = 0
         self.number = next(_numbers)
         self._runtimes: list[weakref.ref[AnyRuntime]] = []

@@ -98,7 +98,7 @@ class CompiledModel:
 
     def _without_tokens(self, leader: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An empty batch is the model's own business; most models of transformers refuse it."""
-        counters.fallback("no_tokens")
+        self._count_fallback("no_tokens")
         try:
             return self._model(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError) as error:
@@ -135,8 +135,12 @@ class CompiledModel:
         self.family.ran = 0
         result = trace(*args, **kwargs)
         if not self.family.ran:
-            counters.fallback("not_traced_by_dynamo")
+            self._count_fallback("not_traced_by_dynamo")
         return result
+
+    def _count_fallback(self, reason: str) -> None:
+        counters.fallback(reason)
+        self.family.fallbacks[reason] += 1
 
     def _new_trace(self, guards: str) -> Callable[..., Any]:
         options: Any = {"guard_filter_fn": _torch.drop_shape_guards} if guards == "relaxed" else None

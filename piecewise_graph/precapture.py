@@ -84,7 +84,7 @@ def capture(
     began = time.perf_counter()
     family = family_for(compiled)
     allowed = family.config.sizes if family else None
-    chosen = sorted(set(sizes or allowed or ()), reverse=True)
+    chosen = sorted(set(allowed or () if sizes is None else sizes), reverse=True)
     if family is None:
         family, chosen = _traced_family(compiled, make_inputs, sizes)
     if not chosen or not set(chosen) <= set(family.config.sizes):
@@ -163,6 +163,6 @@ def _why_not(family: Family, size: int) -> str:
             reason = runtime.failed.get(size) or runtime.decide(size).reason
         else:
             reason = runtime.reason
-        if reason:
+        if reason and reason != "not_captured":
             return reason
     return f"make_inputs({size}) did not make a batch of {size} tokens"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from piecewise_graph import _torch
 from piecewise_graph.compiler import CompiledSegment
 from piecewise_graph.errors import SplittingOpError
 from piecewise_graph.graph_pool import GraphPool
-from piecewise_graph.padding import padding_fault, probe_size, warm_up
+from piecewise_graph.padding import Unproven, padding_fault, probe_size, warm_up
 from piecewise_graph.program import Program, run_steps
 from piecewise_graph.shapes import evaluate
 from piecewise_graph.split_graph import OpCall, OpStep, Ref, SegmentStep, Size
@@ -69,7 +70,8 @@ def rehearse(
     def run_segment(step: SegmentStep, segment: CompiledSegment, inputs: list[Any]) -> Sequence[Tensor]:
         if segment.facts.computes:
             if probe is not None and segment.key not in verdicts:
-                verdicts[segment.key] = padding_fault(program, step, segment, inputs, probe, bucket)
+                with suppress(Unproven):
+                    verdicts[segment.key] = padding_fault(program, step, segment, inputs, probe, bucket)
             elif num_tokens < bucket and segment.key not in warmed and not verdicts.get(segment.key):
                 warm_up(program, step, segment, inputs, num_tokens, bucket)
             warmed.add(segment.key)
@@ -109,6 +111,11 @@ def unpaddable_reason(program: Program, verdicts: Verdicts) -> str | None:
         if fault is not None and (fault == "derived_size" or segment.facts.entangled_outputs):
             return fault
     return program.unpaddable
+
+
+def is_proven(program: Program, verdicts: Verdicts) -> bool:
+    """Every segment with compute has a verdict on padding."""
+    return all(segment.key in verdicts for segment in program.compiled.distinct)
 
 
 def record(
@@ -175,14 +182,13 @@ class _Recording:
             self._let_go(index)
         counters.add("captures", self.graphs)
         counters.add("tapes")
-        captured = [s.key for s in self.program.compiled.segments.values() if s.facts.computes]
         return ReplayTape(
             self.program,
             self.bucket,
             tuple(self.entries),
             self.values,
             self.inputs,
-            proven=all(key in self.verdicts for key in captured),
+            proven=is_proven(self.program, self.verdicts),
             unpadded=dict(self.unpadded),
             keep=tuple(self.keep),
             graphs=self.graphs,
@@ -226,10 +232,15 @@ class _Recording:
     def _let_go(self, index: int) -> None:
         for slot in self.program.dying_at(index):
             dead = self.owned.pop(slot, None)
-            if dead is not None and self.pool.poison:
+            if dead is not None and self.pool.poison and not self._is_shared(dead):
                 self.entries.append(_poisoner(dead))
             if slot in self.borrowed:
                 self.buffers.give_back(self.borrowed.pop(slot))
+
+    def _is_shared(self, dead: Tensor) -> bool:
+        """Something that is still read lies in the same storage."""
+        kept = [*self.owned.values(), *self.keep]
+        return any(_torch.storage_id(dead) == _torch.storage_id(other) for other in kept)
 
 
 def _input_values(program: Program, args: Sequence[Any], bucket: int, inputs: StaticInputs) -> dict[int, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from piecewise_graph.errors import NotCompiledError
 from piecewise_graph.lookup import family_for
 from piecewise_graph.runtime import Runtime, WholeRuntime
+from piecewise_graph.shapes import range_text
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Report:
     pool_bytes: int
     buffer_bytes: int
     sealed: bool
+    fallbacks: dict[str, int]  # of calls that reached no trace
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers, ready for json.dump."""
@@ -71,6 +73,7 @@ class Report:
         lines = []
         for number, trace in enumerate(self.traces):
             lines += _trace_lines(number, trace)
+        lines += [f"fallback {reason}: {count} calls" for reason, count in self.fallbacks.items()]
         held = f"{_mib(self.pool_bytes)} in the graph pool, {_mib(self.buffer_bytes)} in owned buffers"
         lines.append(f"memory: {held}" + ("; sealed" if self.sealed else ""))
         return "\n".join(lines)
@@ -88,7 +91,7 @@ def explain(compiled: Any) -> Report:
     runtimes = family.runtimes
     traces = tuple(_trace(r) if isinstance(r, Runtime) else _whole(r) for r in runtimes)
     buffers = sum(r.buffer_bytes() for r in runtimes if isinstance(r, Runtime))
-    return Report(traces, family.pool.bytes(), buffers, family.sealed)
+    return Report(traces, family.pool.bytes(), buffers, family.sealed, dict(family.fallbacks))
 
 
 def _trace(runtime: Runtime) -> TraceReport:
@@ -132,8 +135,7 @@ def _whole(runtime: WholeRuntime) -> TraceReport:
 def _sizes(runtime: Runtime) -> str:
     if runtime.program.token is None:
         return "fixed shapes" if not runtime.program.contract.symbols else "several dynamic sizes"
-    low, high = runtime.program.contract.ranges[0]
-    text = f"{low} tokens and more" if high is None else f"{low} to {high} tokens"
+    text = range_text(runtime.program.contract.ranges[0])
     guards = [str(guard) for guard in runtime.program.contract.guards]
     return text + (f", {len(guards)} conditions: {', '.join(guards)[:120]}" if guards else "")
 

@@ -20,7 +20,7 @@ from piecewise_graph.dispatch import Action, Decision, Situation, decide
 from piecewise_graph.errors import AddressMovedError, CaptureError, InputError
 from piecewise_graph.family import Family
 from piecewise_graph.program import Program, run_steps
-from piecewise_graph.recorder import record, rehearse, unpaddable_reason
+from piecewise_graph.recorder import is_proven, record, rehearse, unpaddable_reason
 from piecewise_graph.shapes import Sizes
 from piecewise_graph.split_graph import Ref
 from piecewise_graph.static_inputs import FlatBuffers, StaticInputs
@@ -215,6 +215,8 @@ class Runtime:
         with family.pool.session():
             outputs = rehearse(program, args, num_tokens, bucket, family.verdicts, watch_ops=not self.tapes)
             fault = unpaddable_reason(program, family.verdicts)
+            if fault is None and not is_proven(program, family.verdicts):
+                fault = "padding_unproven"
             if fault is not None and bucket != num_tokens:
                 counters.fallback(fault)
                 self.fallbacks[fault] += 1

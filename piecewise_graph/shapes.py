@@ -13,6 +13,7 @@ from torch import Tensor
 from piecewise_graph import _torch
 
 Sizes = Mapping[sympy.Symbol, int]
+Range = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class ShapeContract:
         sources: where each symbol's value is read: (argument index, dim), dim None for an int argument.
         dims: (argument index, dim, expression) of every symbolic size of an argument.
         guards: conditions over the symbols that the trace relies on.
-        ranges: (lowest, highest or None) of each symbol.
+        ranges: (lowest, highest) of each symbol, None where unbounded.
         names: argument names, for messages.
     """
 
@@ -97,7 +98,7 @@ class ShapeContract:
     sources: tuple[tuple[int, int | None], ...]
     dims: tuple[tuple[int, int, sympy.Expr], ...]
     guards: tuple[sympy.Basic, ...]
-    ranges: tuple[tuple[int, int | None], ...]
+    ranges: tuple[Range, ...]
     names: tuple[str, ...]
 
     def read_sizes(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
@@ -119,20 +120,25 @@ class ShapeContract:
         """Why the trace is not valid at `sizes` (a call's or a bucket's); None when it is."""
         for symbol, (low, high) in zip(self.symbols, self.ranges, strict=True):
             value = sizes[symbol]
-            if value < low or (high is not None and value > high):
-                upper = "unbounded" if high is None else high
-                return f"{value} tokens are outside the range {low} to {upper} of this trace"
+            if (low is not None and value < low) or (high is not None and value > high):
+                return f"{value} tokens are outside of {range_text((low, high))} of this trace"
         for guard in self.guards:
             if substitute(guard, sizes) == sympy.false:
                 return f"the trace relies on {guard}, which {dict(sizes)} does not meet"
         return None
 
 
+def range_text(bounds: Range) -> str:
+    """`2 to 32 tokens`, `1 tokens and more`."""
+    low, high = bounds
+    return f"{low} tokens and more" if high is None else f"{low} to {high} tokens"
+
+
 def relaxed_range(
-    bounds: tuple[int, int | None],
+    bounds: Range,
     branches: Sequence[tuple[sympy.Basic, bool, str, int]],
     symbol: sympy.Symbol,
-) -> tuple[int, int | None]:
+) -> Range:
     """Let a range that starts at 2 only because torch assumes so start at 1.
 
     Kept at 2 when the model's own code branched on the size and T = 1 would take the other branch

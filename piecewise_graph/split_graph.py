@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,12 +89,14 @@ class SplitGraph:
     Attributes:
         inputs: arguments, then constants that the graph holds.
         specs: layout of the tensor in each slot; None for slots of integers.
+        storages: a number per slot; tensors with the same number share a storage.
         outputs: per graph output a Ref, a Size or a constant.
         leaks: attention-like or mutating ops that were left inside a segment.
     """
 
     inputs: tuple[Input, ...]
     specs: tuple[TensorSpec | None, ...]
+    storages: tuple[int | None, ...]
     steps: tuple[Step, ...]
     outputs: tuple[Any, ...]
     leaks: tuple[str, ...]
@@ -107,9 +109,11 @@ class SplitGraph:
     def op_calls(self) -> tuple[OpCall, ...]:
         return tuple(call for step in self.steps if isinstance(step, OpStep) for call in step.calls)
 
-    def is_argument(self, item: Ref | Size) -> bool:
-        """`item` is a tensor of the caller's or of the model's."""
-        return isinstance(item, Ref) and item.slot < len(self.inputs)
+    def arguments_sharing_storage(self, slots: Iterable[int]) -> list[Input]:
+        """The arguments that lie, wholly or as a view, in the storages of `slots`."""
+        written = {self.storages[slot] for slot in slots}
+        tensors = (i for i, given in enumerate(self.inputs) if given.spec is not None)
+        return [self.inputs[index] for index in tensors if self.storages[index] in written]
 
     def slots_outside_segments(self) -> list[int]:
         """Tensors that splitting ops or the caller see (a caller's own argument, handed back, apart)."""

@@ -140,6 +140,7 @@ class _Lowering:
         self.gm, self.groups, self.home = gm, groups, home
         self.inputs: list[Input] = []
         self.specs: list[TensorSpec | None] = []
+        self.storages: list[int | None] = []
         self.slots: dict[Node, int] = {}
         self.symbols: set[sympy.Symbol] = set()
 
@@ -157,7 +158,9 @@ class _Lowering:
         outputs = map_arg(nodes[-1].args[0], self._value)
         computed = (node for group in self.groups if not group.is_ops for node in group.nodes)
         leaks = tuple(name for name in map(leaked_op, computed) if name)
-        return SplitGraph(tuple(self.inputs), tuple(self.specs), tuple(steps), tuple(outputs), leaks)
+        return SplitGraph(
+            tuple(self.inputs), tuple(self.specs), tuple(self.storages), tuple(steps), tuple(outputs), leaks
+        )
 
     def _add_input(self, node: Node) -> None:
         value = _torch.example_value(node)
@@ -178,15 +181,19 @@ class _Lowering:
             self.symbols.update(*(size.free_symbols for size in spec.shape))
         self.slots[node] = len(self.inputs)
         self.inputs.append(Input(_readable(name), spec, bound, constant, symbol))
-        self.specs.append(spec)
+        self._add_spec(value if isinstance(value, Tensor) else None)
 
     def _new_slot(self, node: Node) -> int:
         value = _torch.example_value(node)
         if not isinstance(value, Tensor):
             raise Unsplittable("a_tuple_crosses_a_cut")
         self.slots[node] = len(self.specs)
-        self.specs.append(TensorSpec.of(value))
+        self._add_spec(value)
         return self.slots[node]
+
+    def _add_spec(self, value: Tensor | None) -> None:
+        self.specs.append(None if value is None else TensorSpec.of(value))
+        self.storages.append(None if value is None else _torch.storage_id(value))
 
     def _value(self, node: Node) -> Any:
         """What stands for `node` outside of the group that made it."""

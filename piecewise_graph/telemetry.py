@@ -54,7 +54,11 @@ class Counters:
 
         Raises:
             AssertionError: naming each counter that moved differently.
+            ValueError: a name that no counter has.
         """
+        unknown = [name for name in deltas if name.partition(":")[0] not in NAMES]
+        if unknown:
+            raise ValueError(f"no counter is named {', '.join(unknown)}; there are {', '.join(NAMES)}")
         before = self.snapshot()
         yield
         wrong = _differences(before, self.snapshot(), deltas)

@@ -453,13 +453,15 @@ def test_callers_random_state_is_untouched_by_compile_and_capture(
 ) -> None:
     x = rows(3, device)
     states = [torch.get_rng_state()]
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         states.append(torch.cuda.get_rng_state())
     fast = compiled(model)
     for _ in range(3):
         fast(x)
     pg.capture(fast, lambda n: x.new_ones(n, WIDTH), progress=False)
-    found = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if device.type == "cuda" else [])
+    found = [torch.get_rng_state()] + (
+        [torch.cuda.get_rng_state()] if torch.device(device).type == "cuda" else []
+    )
     for before, after in zip(states, found, strict=True):
         assert torch.equal(before, after)
 

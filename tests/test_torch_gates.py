@@ -440,7 +440,7 @@ def targets(gm: GraphModule) -> list[Any]:
 
 def test_autocast_stands_in_graphs_as_these_functions(device: torch.device) -> None:
     def model(x: Tensor) -> Tensor:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
             return x @ x.t()
 
     enter, leave = _torch.autocast_functions()

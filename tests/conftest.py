@@ -1,0 +1,46 @@
+"""Fixtures that every test file may use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import piecewise_graph as pg
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` skip themselves where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No trace, graph, count, option or random state of one test reaches another."""
+    for variable in [name for name in os.environ if name.startswith("PIECEWISE_GRAPH_")]:
+        monkeypatch.delenv(variable)
+    torch._dynamo.reset()
+    pg.reset()
+    pg.counters.clear()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+    pg.reset()
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where a test that works anywhere should run."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    """The test runs without grad, as inference does."""
+    with torch.no_grad():
+        yield
