@@ -61,6 +61,10 @@ def expression(value: Any) -> sympy.Expr:
     return value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
 
 
+def is_constant(value: torch.SymInt | torch.SymFloat) -> bool:
+    return bool(value.node.expr.is_number)
+
+
 def placeholder_source(node: Node) -> tuple[str, bool]:
     """(source text such as `L['self']._parameters['w']`, whether it belongs to an nn.Module or a global)."""
     arg = node.meta.get("grapharg")

@@ -31,6 +31,7 @@ class SegmentFacts:
         host_sync: it reads a value back to the host or has a data-dependent shape.
         floats_become_integers: it casts floats to integers, so a NaN may become an illegal index.
         computes: it does more than make views and allocate.
+        size_is_a_number: a size enters the arithmetic (`x / T`), not only shapes.
         uninitialised: outputs that it allocates and does not write, for a splitting op to fill.
     """
 
@@ -41,14 +42,15 @@ class SegmentFacts:
     host_sync: bool
     floats_become_integers: bool
     computes: bool
-    uninitialised: frozenset[int] = frozenset()
+    size_is_a_number: bool
+    uninitialised: frozenset[int]
 
 
 class _Observations:
     def __init__(self) -> None:
         self.written: set[int] = set()
         self.allocated: set[int] = set()
-        self.random = self.host_sync = self.casts = self.computes = False
+        self.random = self.host_sync = self.casts = self.computes = self.numbers = False
 
     def note(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         schema = op._schema
@@ -56,6 +58,8 @@ class _Observations:
             self._note_write(argument, value)
         for argument in schema.arguments:
             self._note_write(argument, kwargs.get(argument.name))
+        self.numbers |= any(_is_number(op, a, v) for a, v in zip(schema.arguments, args, strict=False))
+        self.numbers |= any(_is_number(op, a, kwargs.get(a.name)) for a in schema.arguments)
         self.random |= torch.Tag.nondeterministic_seeded in op.tags
         self.host_sync |= torch.Tag.data_dependent_output in op.tags
         self.host_sync |= isinstance(result, Tensor) and _torch.has_unknown_size(result)
@@ -94,8 +98,16 @@ def analyse(gm: GraphModule, inputs: Sequence[Any]) -> SegmentFacts:
         host_sync=seen.host_sync,
         floats_become_integers=seen.casts,
         computes=seen.computes,
+        size_is_a_number=seen.numbers,
         uninitialised=frozenset(i for i, s in enumerate(out_ids) if s in seen.allocated - seen.written),
     )
+
+
+def _is_number(op: Any, argument: Any, value: Any) -> bool:
+    """A symbolic size where the schema wants a number or a tensor; the end of arange is a shape."""
+    symbolic = isinstance(value, (torch.SymInt, torch.SymFloat)) and not _torch.is_constant(value)
+    is_length = op._schema.name == "aten::arange" and argument.name == "end"
+    return symbolic and "SymInt" not in str(argument.real_type) and not is_length
 
 
 def _casts_to_integer(op: Any, args: tuple[Any, ...], result: Any) -> bool:

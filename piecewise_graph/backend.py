@@ -104,7 +104,8 @@ def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
         return "grad_enabled_inside"
     if not all(map(_torch.is_plain_tensor, tensors)):
         return "tensor_subclass"
-    if any(torch.is_autocast_enabled(kind) for kind in {x.device.type for x in tensors}):
+    kinds = {x.device.type for x in tensors if torch.amp.is_autocast_available(x.device.type)}
+    if any(map(torch.is_autocast_enabled, kinds)):
         return "autocast"
     return None
 
@@ -222,11 +223,12 @@ def _has_derived_sizes(graph: SplitGraph, token: sympy.Symbol) -> bool:
 def _static_tokens(graph: SplitGraph) -> int:
     """Token count of a trace of fixed shapes, for max_tokens and reports: its longest activation.
 
-    Integer activations (ids, positions) where there are any, because their shape has no features.
+    The last dimension of a float activation holds features; integer ones (ids, positions) have none.
     """
     specs = [given.spec for given in graph.inputs if given.spec is not None and not given.bound]
-    integer = [spec for spec in specs if not spec.dtype.is_floating_point]
-    return max((int(size) for spec in integer or specs for size in spec.shape[:2]), default=1)
+    integer = [spec.shape for spec in specs if not spec.dtype.is_floating_point]
+    floating = [spec.shape[: max(len(spec.shape) - 1, 1)] for spec in specs]
+    return max((int(size) for shape in integer or floating for size in shape[:2]), default=1)
 
 
 def _bound_tensors(graph: SplitGraph, example_inputs: Sequence[Any]) -> list[tuple[int, Tensor]]:

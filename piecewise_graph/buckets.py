@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 # (up to, step): fine where a decode batch lives, coarse where padding is cheap against the work.
-_STEPS = ((4, 1), (32, 8), (128, 16), (256, 32), (512, 128))
+_STEPS = ((32, 8), (128, 16), (256, 32), (512, 128))
 
 
 def default_capture_sizes(max_tokens: int) -> tuple[int, ...]:
@@ -16,7 +16,7 @@ def default_capture_sizes(max_tokens: int) -> tuple[int, ...]:
     """
     sizes = {1, 2, 4, max_tokens}
     for limit, step in _STEPS:
-        sizes.update(range(step, limit + 1, step) if step > 1 else ())
+        sizes.update(range(step, limit + 1, step))
     power = 512
     while power < max_tokens:
         sizes.update((power, power * 3 // 2))

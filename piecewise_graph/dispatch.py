@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from piecewise_graph.buckets import bucket_for
@@ -41,7 +41,7 @@ class Situation:
         failed: bucket -> why its capture failed.
         may_capture: lazily, or because pg.capture is under way.
         blocked: why no call of this trace can be replayed.
-        unpaddable: why only exact sizes can be replayed.
+        unpaddable: bucket -> why it serves its exact size only.
         invalid: buckets outside of the sizes that the trace is valid for.
     """
 
@@ -50,7 +50,7 @@ class Situation:
     failed: Mapping[int, str]
     may_capture: bool
     blocked: str | None = None
-    unpaddable: str | None = None
+    unpaddable: Mapping[int, str] = field(default_factory=dict)
     invalid: frozenset[int] = frozenset()
 
 
@@ -69,8 +69,8 @@ def decide(num_tokens: int, given: Situation) -> Decision:
     if bucket is None:
         above = num_tokens > max(given.sizes)
         return _compiled("above_max_tokens" if above else "bucket_outside_trace")
-    if given.unpaddable and bucket != num_tokens:
-        return _compiled(given.unpaddable)
+    if bucket in given.unpaddable and bucket != num_tokens:
+        return _compiled(given.unpaddable[bucket])
     if bucket in given.failed:
         return _compiled("capture_failed")
     if bucket in given.captured and (given.captured[bucket] or bucket == num_tokens):

@@ -184,6 +184,14 @@ class InputError(PiecewiseError):
         )
 
     @classmethod
+    def strides(cls, name: str, found: object, expected: object) -> InputError:
+        return cls(
+            f"{name!r} has strides {found}, the trace needs {expected}, and it is written in place, "
+            "so a copy would lose the writes.",
+            f"pass {name}.contiguous(), or a tensor of the strides that it was first called with.",
+        )
+
+    @classmethod
     def no_tokens(cls, name: str, cause: str) -> InputError:
         return cls(
             f"{name!r} holds no tokens, and the model itself cannot run on an empty batch: {cause}.",
@@ -240,12 +248,10 @@ class CaptureError(PiecewiseError):
             "return a dict of keyword arguments, a tuple of positional ones, or one tensor.",
         )
 
-    @classmethod
-    def wrong_count(cls, size: int, found: int) -> CaptureError:
-        return cls(
-            f"make_inputs({size}) made a batch of {found} tokens.",
-            f"make the token dimension exactly {size} long.",
-        )
+    @staticmethod
+    def wrong_count(size: int) -> str:
+        """A bucket's failure, as the report shows it."""
+        return f"make_inputs({size}) did not make a batch of {size} tokens"
 
 
 class NotCompiledError(PiecewiseError):

@@ -36,7 +36,7 @@ class Family:
     Attributes:
         pool: where they capture.
         compiled: structure key -> compiled segment.
-        verdicts: structure key -> why it must not be padded, or None where that was proven harmless.
+        verdicts: (structure key, bucket) -> why it must not be padded, None where that was proven harmless.
         sealed: pg.capture is done; nothing is captured lazily any more.
         capturing: pg.capture is under way: True captures, False only traces, None otherwise.
         tracing: calls end before they run anything; they are made for their trace alone.
@@ -49,7 +49,7 @@ class Family:
         self.code = code
         self.pool = config.pool or GraphPool()
         self.compiled: dict[str, CompiledSegment] = {}
-        self.verdicts: dict[str, str | None] = {}
+        self.verdicts: dict[tuple[str, int], str | None] = {}
         self.sealed = False
         self.capturing: bool | None = None
         self.tracing = False

@@ -57,6 +57,7 @@ class GraphPool:
         self._memory: torch.cuda.MemPool | None = None
         self._stream: torch.cuda.Stream | None = None
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._sentinel: torch.cuda.CUDAGraph | None = None
         self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
         self._in_use = 0
 
@@ -83,6 +84,24 @@ class GraphPool:
             self._memory = torch.cuda.MemPool()
             self._stream = torch.cuda.Stream(device)
             self._events = torch.cuda.Event(), torch.cuda.Event()
+            self._sentinel = self._capture_sentinel(device)
+
+    def _capture_sentinel(self, device: torch.device) -> torch.cuda.CUDAGraph:
+        """A graph that lives as long as the memory.
+
+        When the last graph of a pool dies, torch retires the pool's id, MemPool or not, and the next capture
+        into it fails in a way that the process does not survive. Graphs come and go here, so one stays.
+        """
+        assert self._stream is not None
+        counter = torch.zeros(1, device=device)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(self._stream):
+            counter.add_(0)
+            graph.capture_begin(self._pool_handle(), capture_error_mode="thread_local")
+            counter.add_(0)
+            graph.capture_end()
+        return graph
 
     @contextmanager
     def using(self) -> Iterator[None]:
@@ -97,10 +116,11 @@ class GraphPool:
     @contextmanager
     def session(self) -> Iterator[None]:
         """Surround the capture of one bucket: own stream, no garbage collection, clean cuBLAS state."""
-        with self.using(), collector_off():
-            if self._stream is None:
+        if self._stream is None:  # a CPU's stand-ins survive a garbage collection
+            with self.using():
                 yield
-                return
+            return
+        with self.using(), collector_off():
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
@@ -131,9 +151,9 @@ class GraphPool:
         if self._memory is None:
             return _stand_in(run, inputs)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads (a NCCL watchdog, a pinned-memory loader) may go on calling CUDA.
-        graph.capture_begin(self._pool_handle(), capture_error_mode="thread_local")
         try:
+            # thread_local: other threads (a NCCL watchdog, a pinned-memory loader) may go on calling CUDA.
+            graph.capture_begin(self._pool_handle(), capture_error_mode="thread_local")
             outputs = run(*inputs)
             graph.capture_end()
         except BaseException:
@@ -175,7 +195,7 @@ class GraphPool:
             for owner in list(self._owners):
                 owner.drop_graphs()
             had_memory, self._memory = self._memory, None
-            self._stream = self._events = self._device = None
+            self._stream = self._events = self._device = self._sentinel = None
             if had_memory is not None:
                 torch.cuda.synchronize()
                 del had_memory

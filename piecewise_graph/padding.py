@@ -2,21 +2,24 @@
 
 Note [Proof instead of analysis]
 Whether a segment mixes tokens cannot be read off its ops: a cumsum along the token dimension is harmless
-to live rows, `x[:, -1:]` is not, `x / T` depends on the padded size alone. So each distinct segment is run
-at an exact size k, and padded from k to the bucket with two different tails; live rows must agree. The
-tails: NaN, which reaches whatever it touches, and scaled copies of live rows. k is at most half the bucket,
-so that a dependence on the size itself shows as a factor of two.
+to live rows, `x[:, -1:]` is not. So each distinct segment is run, in each bucket, at an exact size k and
+padded from k to the bucket; live rows must agree. k is at most half the bucket, so that a dependence on the
+size itself shows. (A size used as a number, `x / T`, is refused by looking: SegmentFacts.size_is_a_number.)
 
-All of that is done twice. Once on the first live inputs that the segment sees. They may hide a dependence
-(zeros divided by T, equal rows averaged, a gate that is still zero), so once more with every float, weights
-included, drawn at random. Integers and booleans are only ever drawn from the range of live values, because
-an illegal index would kill a CUDA context; for the same reason floats stay live where the segment casts
-floats to integers. Where that leaves nothing to tell rows apart (all ids are 0), nothing is proven.
+Four trials. Two on the live inputs, with the tails that a replay has (zeros in a caller's integers,
+anything in floats) and with copies of live rows. These may hide a dependence: zeros divided by T, equal rows
+averaged, a gate that is still zero. So two on random inputs, weights included, whose integers and booleans
+are drawn from the lower half of their live range with tails from the upper half, and the other way round:
+no minimum, maximum or `any` survives both. Float tails are NaN, which reaches whatever it touches, and scaled
+copies. Integers never leave the live range (or 0 to it), because an illegal index would kill a CUDA
+context; for the same reason floats stay live where a segment casts floats to integers. Where that leaves
+nothing to tell rows apart (all ids are 0), nothing is proven.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,21 +59,33 @@ def padding_fault(
     inputs: Sequence[Any],
     size: int,
     bucket: int,
+    *,
+    draw_weights: bool,
 ) -> str | None:
     """Why `segment` must not be padded from `size` to `bucket`; None when live rows agree.
 
     Args:
         inputs: its live inputs, of at least `size` tokens.
+        draw_weights: random weights in the random trials (once per structure is enough).
 
     Raises:
         Unproven: the live inputs cannot tell one row from another.
     """
     trial = _Trial(program, step, segment, size, bucket)
+    if segment.facts.size_is_a_number:
+        return "size_is_a_number"
     if trial.has_derived_sizes():
         return "derived_size"
     live = trial.narrowed(inputs)
-    synthetic = trial.synthetic(live)
-    return trial.fault(live) or trial.fault(synthetic)
+    if not trial.tells_rows_apart(live):
+        raise Unproven
+    if trial.disagrees(live, [_first_tail] * len(live)) or trial.disagrees(live, [_second_tail] * len(live)):
+        return "mixes_tokens"
+    for upper, float_tail in ((False, _first_tail), (True, _second_tail)):
+        values, tails = trial.drawn(live, upper, float_tail, draw_weights)
+        if trial.disagrees(values, tails):
+            return "mixes_tokens"
+    return None
 
 
 def warm_up(
@@ -83,7 +98,8 @@ def warm_up(
 ) -> None:
     """Run a segment once at the bucket's size, so that its capture loads and allocates nothing new."""
     trial = _Trial(program, step, segment, num_tokens, bucket)
-    segment.run(*trial.padded(trial.narrowed(inputs), bucket, _copies))
+    live = trial.narrowed(inputs)
+    segment.run(*trial.padded(live, bucket, [_copies] * len(live)))
 
 
 def agree(want: Tensor, got: Tensor) -> bool:
@@ -116,19 +132,16 @@ class _Trial:
             spec is not None and spec.is_derived(self.program.token) for spec in self.specs + self.outputs
         )
 
-    def fault(self, values: Sequence[Any]) -> str | None:
-        """Compare the exact run with the padded ones, on inputs of `size` tokens."""
-        expected = self.segment.run(*self.padded(values, self.size, _copies))
-        casts = self.segment.facts.floats_become_integers
-        for make_tail in (_copies,) if casts else (_nans, _scaled_copies):
-            found = self.segment.run(*self.padded(values, self.bucket, make_tail))
-            for index, (spec, want, got) in enumerate(zip(self.outputs, expected, found, strict=True)):
-                assert spec is not None
-                if index in self.segment.facts.uninitialised:
-                    continue
-                if not agree(want, narrow(got, spec, self.program, self.size)):
-                    return "mixes_tokens"
-        return None
+    def disagrees(self, values: Sequence[Any], tails: Sequence[MakeTail]) -> bool:
+        """Live rows of the padded run differ from the exact one's, on inputs of `size` tokens."""
+        expected = self.segment.run(*self.padded(values, self.size, tails))
+        found = self.segment.run(*self.padded(values, self.bucket, tails))
+        for index, (spec, want, got) in enumerate(zip(self.outputs, expected, found, strict=True)):
+            assert spec is not None
+            known = index not in self.segment.facts.uninitialised
+            if known and not agree(want, narrow(got, spec, self.program, self.size)):
+                return True
+        return False
 
     def narrowed(self, inputs: Sequence[Any]) -> list[Any]:
         """The first `size` tokens of live inputs."""
@@ -137,42 +150,38 @@ class _Trial:
             for spec, value in zip(self.specs, inputs, strict=True)
         ]
 
-    def synthetic(self, values: Sequence[Any]) -> list[Any]:
-        """Random inputs in place of live ones (Note [Proof instead of analysis])."""
-        drawn = []
-        telling = False
-        counted = False
-        for index, (spec, value) in enumerate(zip(self.specs, values, strict=True)):
-            per_token = spec is not None and bool(spec.token_dims(self.program.token))
-            new = (
-                value
-                if spec is None or not (per_token or value.is_floating_point())
-                else self._draw(value, index)
-            )
-            counted |= per_token
-            telling |= per_token and bool((new != new.flatten()[0]).any())
-            drawn.append(new)
-        if counted and not telling and self.size > 1:
-            raise Unproven
-        return drawn
+    def tells_rows_apart(self, live: Sequence[Any]) -> bool:
+        """Some per-token input has more than one legal value (true where there is none at all)."""
+        counting = [value for value, per_token in self._tensors(live) if per_token]
+        return not counting or any(_legal_range(value) != (0, 0) for value in counting)
 
-    def _draw(self, value: Tensor, seed: int) -> Tensor:
-        if value.is_floating_point() and self.segment.facts.floats_become_integers:
-            return value
-        generator = torch.Generator(value.device).manual_seed(seed)
-        if value.is_floating_point():
-            fan_in = value.shape[-1] if value.ndim > 1 else 1  # keeps products of weights near 1
-            noise = torch.randn(value.shape, generator=generator, device=value.device)
-            return (noise * fan_in**-0.5).to(value.dtype)
-        if value.dtype == torch.bool:
-            return torch.rand(value.shape, generator=generator, device=value.device) < 0.5
-        low, high = int(value.min()), int(value.max())
-        low = min(low, 0) if low == high else low
-        return torch.randint(
-            low, high + 1, value.shape, generator=generator, device=value.device, dtype=value.dtype
-        )
+    def drawn(
+        self, live: Sequence[Any], upper: bool, float_tail: MakeTail, draw_weights: bool
+    ) -> tuple[list[Any], list[MakeTail]]:
+        """Random inputs and their tails (Note [Proof instead of analysis])."""
+        values, tails = list(live), [float_tail] * len(live)
+        for index, (spec, value) in enumerate(zip(self.specs, live, strict=True)):
+            if spec is None:
+                continue
+            per_token = bool(spec.token_dims(self.program.token))
+            if value.is_floating_point():
+                if (per_token or draw_weights) and not self.segment.facts.floats_become_integers:
+                    values[index] = _random_floats(value, seed=index)
+            elif per_token:
+                low, high = _legal_range(value)
+                middle = (low + high + 1) // 2
+                halves = (low, middle - 1), (middle, high)
+                values[index] = _random_integers(value, *halves[upper], seed=index)
+                tail_low, tail_high = halves[not upper]
+                tails[index] = partial(_random_integers, low=tail_low, high=tail_high, seed=index)
+        return values, tails
 
-    def padded(self, values: Sequence[Any], size: int, make_tail: MakeTail) -> list[Any]:
+    def _tensors(self, live: Sequence[Any]) -> Iterator[tuple[Tensor, bool]]:
+        for spec, value in zip(self.specs, live, strict=True):
+            if spec is not None:
+                yield value, bool(spec.token_dims(self.program.token))
+
+    def padded(self, values: Sequence[Any], size: int, tails: Sequence[MakeTail]) -> list[Any]:
         """Inputs as a call of `size` tokens has them, in storage of their own where the segment may write."""
         made: list[Any] = []
         sizes = self.program.sizes_at(size)
@@ -181,6 +190,8 @@ class _Trial:
                 made.append(evaluate(item.expr, sizes) if isinstance(item, Size) else value)
             elif spec.token_dims(self.program.token):
                 made.append(spec.empty(sizes))
+                casts = self.segment.facts.floats_become_integers and value.is_floating_point()
+                make_tail = _copies if casts else tails[index]
                 overwrite(made[-1], self._grow(value, spec, size - self.size, make_tail))
             else:
                 made.append(value.clone() if index in self.segment.facts.written else value)
@@ -199,9 +210,34 @@ def _copies(rows: Tensor) -> Tensor:
     return rows
 
 
-def _nans(rows: Tensor) -> Tensor:
-    return rows.fill_(float("nan")) if rows.is_floating_point() else rows
+def _first_tail(rows: Tensor) -> Tensor:
+    return rows.fill_(float("nan")) if rows.is_floating_point() else torch.zeros_like(rows)
 
 
-def _scaled_copies(rows: Tensor) -> Tensor:
+def _second_tail(rows: Tensor) -> Tensor:
     return rows * -3.0 + 1.0 if rows.is_floating_point() else rows
+
+
+def _legal_range(value: Tensor) -> tuple[int, int]:
+    """Integers that the model takes for certain: up to a live one, every one is. (0, 0) when only 0 is."""
+    if value.is_floating_point() or value.dtype == torch.bool:
+        return 0, 1
+    low, high = int(value.min()), int(value.max())
+    return min(low, 0), max(high, 0)
+
+
+def _random_integers(like: Tensor, low: int, high: int, seed: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(seed)
+    drawn = torch.randint(low, max(low, high) + 1, like.shape, generator=generator, device=like.device)
+    return drawn.to(like.dtype)
+
+
+def _random_floats(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(seed)
+    fan_in = like.shape[-1] if like.ndim > 1 else 1  # keeps products of weights near 1
+    noise = torch.randn(like.shape, generator=generator, device=like.device, dtype=_noise_dtype(like))
+    return (noise * fan_in**-0.5).to(like.dtype)
+
+
+def _noise_dtype(like: Tensor) -> torch.dtype:
+    return like.dtype if like.dtype in TOLERANCE else torch.float32  # float8 cannot be drawn

@@ -165,4 +165,4 @@ def _why_not(family: Family, size: int) -> str:
             reason = runtime.reason
         if reason and reason != "not_captured":
             return reason
-    return f"make_inputs({size}) did not make a batch of {size} tokens"
+    return CaptureError.wrong_count(size)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from piecewise_graph.static_inputs import FlatBuffers, StaticInputs
 from piecewise_graph.tape import Call, LateCall, ReplayTape
 from piecewise_graph.telemetry import counters
 
-Verdicts = dict[str, str | None]
+Verdicts = dict[tuple[str, int], str | None]
 
 
 # A larger argument (a whole KV cache) is not cloned to see whether an op wrote it.
@@ -55,7 +54,7 @@ def rehearse(
     """Run one forward at its exact size, proving and warming what `bucket` needs (Note [Rehearsal]).
 
     Args:
-        verdicts: structure key -> why it must not be padded, or None; grows here.
+        verdicts: (structure key, bucket) -> why it must not be padded, or None; grows here.
         watch_ops: see whether splitting ops write what they do not declare (once per trace is enough).
 
     Returns:
@@ -68,17 +67,41 @@ def rehearse(
     warmed: set[str] = set()
 
     def run_segment(step: SegmentStep, segment: CompiledSegment, inputs: list[Any]) -> Sequence[Tensor]:
-        if segment.facts.computes:
-            if probe is not None and segment.key not in verdicts:
-                with suppress(Unproven):
-                    verdicts[segment.key] = padding_fault(program, step, segment, inputs, probe, bucket)
-            elif num_tokens < bucket and segment.key not in warmed and not verdicts.get(segment.key):
-                warm_up(program, step, segment, inputs, num_tokens, bucket)
-            warmed.add(segment.key)
+        key = segment.key, bucket
+        if probe is not None and key not in verdicts:
+            _prove(program, step, segment, inputs, probe, bucket, verdicts)
+        elif (
+            num_tokens < bucket
+            and segment.facts.computes
+            and not (segment.key in warmed or verdicts.get(key))
+        ):
+            warm_up(program, step, segment, inputs, num_tokens, bucket)
+        warmed.add(segment.key)
         return segment.run(*inputs)
 
     sizes = program.sizes_at(num_tokens)
     return run_steps(program, args, sizes, run_segment=run_segment, run_op=_watched_op if watch_ops else None)
+
+
+def _prove(
+    program: Program,
+    step: SegmentStep,
+    segment: CompiledSegment,
+    inputs: list[Any],
+    probe: int,
+    bucket: int,
+    verdicts: Verdicts,
+) -> None:
+    """Settle whether `segment` may be padded to `bucket`, where its live inputs allow to tell."""
+    first = all(known != segment.key for known, _ in verdicts)
+    try:
+        fault = padding_fault(program, step, segment, inputs, probe, bucket, draw_weights=first)
+    except Unproven:
+        return
+    except (RuntimeError, ValueError, IndexError, AssertionError):
+        # The model cannot run at this size (a batch norm of one row): its own business, not the caller's.
+        fault = "proof_failed"
+    verdicts[segment.key, bucket] = fault
 
 
 def _watched_op(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -100,22 +123,23 @@ def _watched_op(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return result
 
 
-def unpaddable_reason(program: Program, verdicts: Verdicts) -> str | None:
-    """Why no bucket may be padded at all, once the verdicts are known.
+def unpaddable_reason(program: Program, verdicts: Verdicts, bucket: int) -> str | None:
+    """Why `bucket` serves its exact size only, as far as the verdicts are known.
 
     A segment that failed runs uncaptured at the exact size, its outputs copied to buffers. Outputs
     that share storage cannot be: a splitting op that writes one of them would not reach the other.
     """
     for segment in program.compiled.segments.values():
-        fault = verdicts.get(segment.key)
-        if fault is not None and (fault == "derived_size" or segment.facts.entangled_outputs):
+        fault = verdicts.get((segment.key, bucket))
+        stays = segment.facts.entangled_outputs or not segment.facts.computes
+        if fault is not None and (fault == "derived_size" or stays):
             return fault
     return program.unpaddable
 
 
-def is_proven(program: Program, verdicts: Verdicts) -> bool:
-    """Every segment with compute has a verdict on padding."""
-    return all(segment.key in verdicts for segment in program.compiled.distinct)
+def is_proven(program: Program, verdicts: Verdicts, bucket: int) -> bool:
+    """Every segment has a verdict on padding to `bucket`."""
+    return all((segment.key, bucket) in verdicts for segment in program.compiled.segments.values())
 
 
 def record(
@@ -164,7 +188,7 @@ class _Recording:
         self.program, self.bucket, self.pool = program, bucket, pool
         self.inputs, self.buffers, self.verdicts = inputs, buffers, verdicts
         self.sizes = program.sizes_at(bucket)
-        self.unpaddable = unpaddable_reason(program, verdicts)
+        self.unpaddable = unpaddable_reason(program, verdicts, bucket)
         self.values = _input_values(program, args, bucket, inputs)
         self.keep: list[Any] = list(self.values.values())
         self.owned: dict[int, Tensor] = {}
@@ -188,7 +212,7 @@ class _Recording:
             tuple(self.entries),
             self.values,
             self.inputs,
-            proven=is_proven(self.program, self.verdicts),
+            proven=is_proven(self.program, self.verdicts, self.bucket),
             unpadded=dict(self.unpadded),
             keep=tuple(self.keep),
             graphs=self.graphs,
@@ -198,7 +222,7 @@ class _Recording:
         return self.values[item.slot] if isinstance(item, Ref) else evaluate(item.expr, self.sizes)
 
     def _segment(self, step: SegmentStep, segment: CompiledSegment) -> None:
-        fault = self.verdicts.get(segment.key)
+        fault = self.verdicts.get((segment.key, self.bucket))
         if not segment.facts.computes:
             outputs = segment.run(*map(self._value, step.inputs))  # views and allocations: made once
             self.keep.extend(outputs)

@@ -101,7 +101,8 @@ def _trace(runtime: Runtime) -> TraceReport:
     for call in split.op_calls:
         ops[call.op.name] = ops.get(call.op.name, 0) + 1
     inline = sum(not s.facts.computes for s in segments.values())
-    verdicts = {s.key: runtime.family.verdicts.get(s.key) for s in program.compiled.distinct}
+    keys = {segment.key for segment in segments.values()}
+    faults = {key: why for (key, _), why in runtime.family.verdicts.items() if why and key in keys}
     return TraceReport(
         sizes=_sizes(runtime),
         steps=len(split.steps),
@@ -112,7 +113,7 @@ def _trace(runtime: Runtime) -> TraceReport:
         compile_seconds=sum(s.seconds for s in program.compiled.distinct),
         leaks=split.leaks,
         blocked=program.blocked,
-        padding={key: fault for key, fault in verdicts.items() if fault},
+        padding=faults,
         buckets=tuple(_bucket(runtime, size) for size in sorted(runtime.tapes)),
         failed=dict(runtime.failed),
         fallbacks=dict(runtime.fallbacks),

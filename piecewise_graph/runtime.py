@@ -21,7 +21,7 @@ from piecewise_graph.errors import AddressMovedError, CaptureError, InputError
 from piecewise_graph.family import Family
 from piecewise_graph.program import Program, run_steps
 from piecewise_graph.recorder import is_proven, record, rehearse, unpaddable_reason
-from piecewise_graph.shapes import Sizes
+from piecewise_graph.shapes import Sizes, overwrite
 from piecewise_graph.split_graph import Ref
 from piecewise_graph.static_inputs import FlatBuffers, StaticInputs
 from piecewise_graph.tape import BoundTape, ReplayTape
@@ -134,7 +134,11 @@ class Runtime:
                 self.failed,
                 self.family.may_capture(),
                 blocked,
-                unpaddable_reason(self.program, self.family.verdicts),
+                {
+                    size: fault
+                    for size in self.sizes
+                    if (fault := unpaddable_reason(self.program, self.family.verdicts, size))
+                },
                 self._invalid,
             ),
         )
@@ -169,10 +173,27 @@ class Runtime:
         return self._replay(bound, args, num_tokens)
 
     def _run_compiled(self, args: Sequence[Any], sizes: Sizes, reason: str) -> list[Any]:
+        args = self._in_layout(args, sizes)
         if self.family.capturing is not False:  # pg.capture's tracing calls are nobody's forwards
             counters.fallback(reason)
             self.fallbacks[reason] += 1
         return run_steps(self.program, args, sizes)
+
+    def _in_layout(self, args: Sequence[Any], sizes: Sizes) -> Sequence[Any]:
+        """Activations with the strides that the segments were compiled for.
+
+        Dynamo keeps conditions on symbolic strides among the guards that pg.compile drops.
+        """
+        laid_out = list(args)
+        for index, given in enumerate(self.program.split.inputs[: len(args)]):
+            if given.spec is not None and not given.bound:
+                strides = given.spec.stride_at(sizes)
+                if not _same_layout(args[index], strides):
+                    if self.program.blocked == "writes_an_input":
+                        raise InputError.strides(given.name, args[index].stride(), strides)
+                    laid_out[index] = given.spec.empty(sizes)
+                    overwrite(laid_out[index], args[index])
+        return laid_out
 
     def _replay(self, bound: BoundTape, args: Sequence[Any], num_tokens: int) -> list[Any]:
         if self.family.config.check != "off":
@@ -211,11 +232,12 @@ class Runtime:
         family.pool.join(program.device, self)
         if self._addresses is not None and family.config.check != "off":
             self._check_addresses(args)
+        args = self._in_layout(args, program.sizes_at(num_tokens))
         before, began = family.pool.bytes(), time.perf_counter()
         with family.pool.session():
             outputs = rehearse(program, args, num_tokens, bucket, family.verdicts, watch_ops=not self.tapes)
-            fault = unpaddable_reason(program, family.verdicts)
-            if fault is None and not is_proven(program, family.verdicts):
+            fault = unpaddable_reason(program, family.verdicts, bucket)
+            if fault is None and not is_proven(program, family.verdicts, bucket):
                 fault = "padding_unproven"
             if fault is not None and bucket != num_tokens:
                 counters.fallback(fault)
@@ -271,6 +293,12 @@ class WholeRuntime:
 
     def drop_graphs(self) -> None:
         """It has none."""
+
+
+def _same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
+    """Strides are equal where they matter: in dimensions of more than one element."""
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return all(found == wanted for size, found, wanted in pairs if size > 1)
 
 
 def _argument(item: Ref, args: Sequence[Any], program: Program) -> Any:

@@ -186,7 +186,8 @@ class _Lowering:
     def _new_slot(self, node: Node) -> int:
         value = _torch.example_value(node)
         if not isinstance(value, Tensor):
-            raise Unsplittable("a_tuple_crosses_a_cut")
+            several = isinstance(value, (tuple, list))
+            raise Unsplittable("a_tuple_crosses_a_cut" if several else "an_effect_crosses_a_cut")
         self.slots[node] = len(self.specs)
         self._add_spec(value)
         return self.slots[node]

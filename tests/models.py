@@ -14,7 +14,7 @@ VOCABULARY = 128
 SLIDING_WINDOW = 16
 
 
-def build(name: str, layers: int = 3, device: str = "cpu") -> torch.nn.Module:
+def build(name: str, layers: int = 3, device: torch.device | str = "cpu") -> torch.nn.Module:
     """A model of `layers` layers with random weights, always the same ones, in eval mode."""
     model_class, config = _architecture(name, layers)
     config._attn_implementation = "sdpa"
@@ -34,7 +34,7 @@ def rows(output: Any) -> Tensor:
     return output.logits if "logits" in output else output.last_hidden_state
 
 
-def random_ids(tokens: int, batch: int = 1, device: str = "cpu") -> Tensor:
+def random_ids(tokens: int, batch: int = 1, device: torch.device | str = "cpu") -> Tensor:
     return torch.randint(1, VOCABULARY, (batch, tokens)).to(device)
 
 

@@ -59,7 +59,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).abs().max() / want.abs().max())
 
 
-def sweep(name: str, counts: Sequence[int], compiler: str, device: str) -> None:
+def sweep(name: str, counts: Sequence[int], compiler: str, device: torch.device) -> None:
     """Compare with eager at each of `counts`, and every counter with its formula."""
     model = build(name, LAYERS, device)
     compiled = pg.compile(model, max_tokens=MAX_TOKENS, compiler=compiler)
@@ -72,25 +72,27 @@ def sweep(name: str, counts: Sequence[int], compiler: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_eager_at_thirty_token_counts_from_one_trace(name: str, device: str) -> None:
+def test_equals_eager_at_thirty_token_counts_from_one_trace(name: str, device: torch.device) -> None:
     counts = token_counts(seed=NAMES.index(name), total=30)
     assert len(set(counts)) == 30 and set(EDGES) <= set(counts) and max(counts) > MAX_TOKENS
     sweep(name, counts, "eager", device)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "gpt2"])
-def test_equals_eager_when_inductor_compiles_the_segments(name: str, device: str) -> None:
+def test_equals_eager_when_inductor_compiles_the_segments(name: str, device: torch.device) -> None:
     sweep(name, [13, 1, 2, 5, 16, 9, 17, 32, 33, 64, 24, 1, 31], "inductor", device)
 
 
 @pytest.mark.parametrize("first", [1, 2, MAX_TOKENS + 1])
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
-def test_sliding_windows_are_right_whatever_size_was_traced_first(name: str, first: int, device: str) -> None:
+def test_sliding_windows_are_right_whatever_size_was_traced_first(
+    name: str, first: int, device: torch.device
+) -> None:
     """The window (16) is larger than some sizes and smaller than others."""
     sweep(name, [first, 15, 16, 17, 18, 32, 3, 64], "eager", device)
 
 
-def test_equal_layers_compile_once(device: str) -> None:
+def test_equal_layers_compile_once(device: torch.device) -> None:
     layers = 8
     model = build("llama", layers, device)
     compiled = pg.compile(model, max_tokens=MAX_TOKENS, compiler="eager")
@@ -103,7 +105,7 @@ def test_equal_layers_compile_once(device: str) -> None:
     assert trace.splitting_ops == {"aten::scaled_dot_product_attention": layers}
 
 
-def test_structures_shared_by_layers_use_each_layers_own_weights(device: str) -> None:
+def test_structures_shared_by_layers_use_each_layers_own_weights(device: torch.device) -> None:
     """Zeroing the weights of a middle layer shows in the output: it is not another layer's code and data."""
     model = build("llama", 5, device)
     compiled = pg.compile(model, max_tokens=MAX_TOKENS, compiler="eager")

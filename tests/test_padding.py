@@ -24,11 +24,11 @@ SHUFFLED = (11, 3, 16, 5, 1, 8, 2, 13, 7, 4, 15, 9, 6, 12, 10, 14)  # every coun
 assert sorted(SHUFFLED) == list(range(1, MAX_TOKENS + 1))
 
 
-# --- models of transformers -----------------------------------------------------------------------
+# --- models of transformers ---
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_stale_or_poisoned_tail_changes_no_live_row(name: str, device: str) -> None:
+def test_a_stale_or_poisoned_tail_changes_no_live_row(name: str, device: torch.device) -> None:
     model = build(name, layers=2, device=device)
     pool = pg.GraphPool(poison=True)
     compiled = pg.compile(model, max_tokens=MAX_TOKENS, compiler="eager", pool=pool)
@@ -44,7 +44,7 @@ def test_a_stale_or_poisoned_tail_changes_no_live_row(name: str, device: str) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_count_in_range_replays_a_padded_bucket(name: str, device: str) -> None:
+def test_every_count_in_range_replays_a_padded_bucket(name: str, device: torch.device) -> None:
     model = build(name, layers=2, device=device)
     compiled = pg.compile(model, max_tokens=MAX_TOKENS, compiler="eager")
     for bucket in BUCKETS:
@@ -56,7 +56,7 @@ def test_every_count_in_range_replays_a_padded_bucket(name: str, device: str) ->
     assert [bucket.tokens for bucket in pg.explain(compiled).traces[0].buckets] == list(BUCKETS)
 
 
-def test_last_row_is_right_and_its_segment_runs_unpadded(device: str) -> None:
+def test_last_row_is_right_and_its_segment_runs_unpadded(device: torch.device) -> None:
     """`logits_to_keep=1` slices `[:, -1:]`, which in a padded bucket is a row of garbage."""
     model = build("llama", layers=2, device=device)
     compiled = pg.compile(model, max_tokens=MAX_TOKENS, compiler="eager")
@@ -80,7 +80,7 @@ def test_last_row_is_right_and_its_segment_runs_unpadded(device: str) -> None:
     assert set(trace.padding.values()) == {"mixes_tokens"}
 
 
-# --- small modules that depend on other tokens, or on how many there are ----------------------------
+# --- small modules that depend on other tokens, or on how many there are ---
 
 
 class Tokens(nn.Module):
@@ -124,7 +124,7 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("formula", HARMLESS.values(), ids=HARMLESS)
-def test_harmless_dependence_on_other_tokens_stays_padded(formula: Any, device: str) -> None:
+def test_harmless_dependence_on_other_tokens_stays_padded(formula: Any, device: torch.device) -> None:
     with pg.counters.expect(
         tapes=len(BUCKETS), replays=len(SHUFFLED) - len(BUCKETS), fallbacks=0, unpadded_segments=0
     ):
@@ -132,7 +132,7 @@ def test_harmless_dependence_on_other_tokens_stays_padded(formula: Any, device: 
 
 
 @pytest.mark.parametrize("formula", MIXING.values(), ids=MIXING)
-def test_mixing_segments_are_right_and_counted(formula: Any, device: str) -> None:
+def test_mixing_segments_are_right_and_counted(formula: Any, device: torch.device) -> None:
     replays = len(SHUFFLED) - len(BUCKETS)
     with pg.counters.expect(
         tapes=len(BUCKETS),
@@ -145,24 +145,24 @@ def test_mixing_segments_are_right_and_counted(formula: Any, device: str) -> Non
 
 
 @pytest.mark.parametrize("formula", MIXING.values(), ids=MIXING)
-def test_mixing_segments_are_right_when_small_batches_come_first(formula: Any, device: str) -> None:
+def test_mixing_segments_are_right_when_small_batches_come_first(formula: Any, device: torch.device) -> None:
     """A bucket of one token has no tail: what is captured there proves nothing about the others."""
     assert_right(Tokens(formula).to(device), (1, 2, *SHUFFLED, 1))
 
 
-def test_a_mixing_view_that_cannot_be_copied_out_falls_back(device: str) -> None:
+def test_a_mixing_view_that_cannot_be_copied_out_falls_back(device: torch.device) -> None:
     """`x[-1:]` alone shares its storage with what it views: padded counts run compiled, with the reason."""
     padded = len(set(SHUFFLED) - set(BUCKETS))
     with pg.counters.expect(tapes=len(BUCKETS), replays=0, **{"fallbacks:mixes_tokens": padded}):
         assert_right(Tokens(lambda x: x[-1:]).to(device), SHUFFLED)
 
 
-def test_size_dependence_that_begins_at_some_count_is_seen(device: str) -> None:
+def test_size_dependence_that_begins_at_some_count_is_seen(device: torch.device) -> None:
     """At few tokens the quotient is 0, padded or not; a proof made there does not hold above."""
     assert_right(Tokens(lambda x: x * (1 + x.shape[0] // 12)).to(device), (3, 2, 5, 9, *SHUFFLED, 10))
 
 
-def test_reduction_over_the_first_rows_is_seen(device: str) -> None:
+def test_reduction_over_the_first_rows_is_seen(device: torch.device) -> None:
     """With all of the first four rows live, nothing mixes; with fewer, padding does."""
     assert_right(Tokens(lambda x: x[:4].sum(0)).to(device), (16, 8, 13, 9, *SHUFFLED, 3, 2, 3))
 
@@ -191,7 +191,7 @@ INTEGERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("formula", INTEGERS.values(), ids=INTEGERS)
-def test_reductions_over_ids_are_right(formula: Any, device: str) -> None:
+def test_reductions_over_ids_are_right(formula: Any, device: torch.device) -> None:
     model = OfIds(formula).to(device)
     compiled = pg.compile(model, max_tokens=MAX_TOKENS, compiler="eager")
     for n in (*SHUFFLED, *SHUFFLED):
@@ -199,7 +199,7 @@ def test_reductions_over_ids_are_right(formula: Any, device: str) -> None:
         assert_same(compiled(ids), model(ids))
 
 
-def test_verdict_of_a_later_trace_is_its_own(device: str) -> None:
+def test_verdict_of_a_later_trace_is_its_own(device: torch.device) -> None:
     """One structure, two traces (the model branches on the count): proven in one, mixing in the other."""
 
     class Branching(nn.Module):
@@ -211,7 +211,7 @@ def test_verdict_of_a_later_trace_is_its_own(device: str) -> None:
     assert_right(Branching().to(device), (16, 12, 9, 7, 3, 7, 3, 5, 13, 5))
 
 
-def test_a_live_nan_is_no_leak(device: str) -> None:
+def test_a_live_nan_is_no_leak(device: torch.device) -> None:
     """A live NaN is an answer, not a leak: the proof must not take it for one, nor spread it."""
     model = Tokens(lambda x: x.relu()).to(device)
     compiled = pg.compile(model, token_dim={"x": 0}, max_tokens=MAX_TOKENS, compiler="eager")
@@ -222,7 +222,7 @@ def test_a_live_nan_is_no_leak(device: str) -> None:
             torch.testing.assert_close(compiled(x), model(x), equal_nan=True)
 
 
-# --- helpers ----------------------------------------------------------------------------------------
+# --- helpers ---
 
 
 def assert_same(got: Tensor, want: Tensor) -> None:

@@ -52,7 +52,7 @@ def assert_same(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def features(tokens: int, device: str, width: int = 8) -> Tensor:
+def features(tokens: int, device: torch.device, width: int = 8) -> Tensor:
     return torch.randn(tokens, width).to(device)
 
 
@@ -60,11 +60,11 @@ def moved(name: str) -> int:
     return pg.counters.snapshot().get(name, 0)
 
 
-# --- the token count: 1, 0, and in which order --------------------------------------------------------
+# --- the token count: 1, 0, and in which order ---
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral", "bert"])
-def test_first_call_at_one_token_still_makes_one_trace(name: str, device: str) -> None:
+def test_first_call_at_one_token_still_makes_one_trace(name: str, device: torch.device) -> None:
     model = build(name, layers=2, device=device)
     compiled = by_pg_compile(model)
     with pg.counters.expect(traces=1, **{"fallbacks:above_max_tokens": 2}):
@@ -79,7 +79,7 @@ LIBRARY.impl("logged_copy", lambda x, log: (log.add_(1), x.clone())[1], "Composi
 LIBRARY.impl("logged_copy", lambda x, log: torch.empty_like(x), "Meta")
 
 
-def test_no_splitting_op_runs_twice_in_any_call(device: str) -> None:
+def test_no_splitting_op_runs_twice_in_any_call(device: torch.device) -> None:
     """Tracing at one token, rehearsal and capture leave a cache written exactly once."""
     pg.register_splitting_op("pg_test_shapes::logged_copy")
 
@@ -99,7 +99,7 @@ def test_no_splitting_op_runs_twice_in_any_call(device: str) -> None:
         assert model.log.item() == calls
 
 
-def test_no_tokens_is_refused_by_name(device: str) -> None:
+def test_no_tokens_is_refused_by_name(device: torch.device) -> None:
     compiled = by_pg_compile(build("llama", layers=2, device=device))
     for _ in range(2):  # before and after the model was traced
         with pytest.raises(pg.errors.InputError, match="'input_ids' holds no tokens"):
@@ -108,7 +108,7 @@ def test_no_tokens_is_refused_by_name(device: str) -> None:
 
 
 @both_ways
-def test_no_tokens_gives_eagers_answer_where_there_is_one(compile: Any, device: str) -> None:
+def test_no_tokens_gives_eagers_answer_where_there_is_one(compile: Any, device: torch.device) -> None:
     model = Attend().to(device)
     compiled = compile(model, token_dim={"x": 0})
     for n in (0, 5, 0, 1, 0):
@@ -116,11 +116,11 @@ def test_no_tokens_gives_eagers_answer_where_there_is_one(compile: Any, device: 
         assert_same(compiled(x), model(x))
 
 
-# --- plain torch.compile --------------------------------------------------------------------------------
+# --- plain torch.compile ---
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_torch_compile_takes_at_most_three_traces_in_one_pool(name: str, device: str) -> None:
+def test_torch_compile_takes_at_most_three_traces_in_one_pool(name: str, device: torch.device) -> None:
     model = build(name, layers=2, device=device)
     compiled = by_torch_compile(model)
     for n in COUNTS:
@@ -133,7 +133,7 @@ def test_torch_compile_takes_at_most_three_traces_in_one_pool(name: str, device:
     assert moved("replays") + moved("tapes") + moved("fallbacks") == len(COUNTS)
 
 
-def test_torch_compile_is_right_for_size_dependent_segments(device: str) -> None:
+def test_torch_compile_is_right_for_size_dependent_segments(device: torch.device) -> None:
     model = Attend(lambda x: x / x.shape[0]).to(device)
     compiled = by_torch_compile(model)
     for n in COUNTS:
@@ -147,7 +147,7 @@ class Wide(nn.Module):
         return x * 2
 
 
-def test_a_width_above_max_tokens_is_not_taken_for_the_token_count(device: str) -> None:
+def test_a_width_above_max_tokens_is_not_taken_for_the_token_count(device: torch.device) -> None:
     """Traces of fixed shapes (the first size, one token) of features wider than max_tokens are captured."""
     model = Wide()
     compiled = by_torch_compile(model)
@@ -158,7 +158,7 @@ def test_a_width_above_max_tokens_is_not_taken_for_the_token_count(device: str) 
 
 
 @both_ways
-def test_two_models_of_one_class_answer_with_their_own_weights(compile: Any, device: str) -> None:
+def test_two_models_of_one_class_answer_with_their_own_weights(compile: Any, device: torch.device) -> None:
     """Dynamo shares what it compiled between modules of one class whose options are equal."""
     models = [Attend().to(device) for _ in range(2)]
     compiled = [compile(model, token_dim={"x": 0}) for model in models]
@@ -168,7 +168,7 @@ def test_two_models_of_one_class_answer_with_their_own_weights(compile: Any, dev
             assert_same(run(x), model(x))
 
 
-def test_ten_models_of_one_class_are_all_compiled(device: str) -> None:
+def test_ten_models_of_one_class_are_all_compiled(device: torch.device) -> None:
     """More than Dynamo's recompile limit of 8, which counts per code object."""
     models = [Attend().to(device) for _ in range(10)]
     with pg.counters.expect(traces=10, fallbacks=0):
@@ -177,7 +177,7 @@ def test_ten_models_of_one_class_are_all_compiled(device: str) -> None:
             assert_same(by_pg_compile(model, token_dim={"x": 0})(x), model(x))
 
 
-def test_a_model_that_cannot_run_at_the_proofs_size_is_right(device: str) -> None:
+def test_a_model_that_cannot_run_at_the_proofs_size_is_right(device: torch.device) -> None:
     """Normalising over tokens needs two of them; the padding proof of bucket 2 must not need one."""
     model = Attend(lambda x: F.batch_norm(x, None, None, training=True)).to(device)
     compiled = by_pg_compile(model, token_dim={"x": 0})
@@ -186,7 +186,7 @@ def test_a_model_that_cannot_run_at_the_proofs_size_is_right(device: str) -> Non
         assert_same(compiled(x), model(x))
 
 
-# --- other dimensions -------------------------------------------------------------------------------------
+# --- other dimensions ---
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_model_that_cannot_run_at_the_proofs_size_is_right(device: str) -> Non
         ("llama", by_torch_compile),
     ],
 )
-def test_a_batch_size_that_changes_is_right(name: str, compile: Any, device: str) -> None:
+def test_a_batch_size_that_changes_is_right(name: str, compile: Any, device: torch.device) -> None:
     model = build(name, layers=1, device=device)
     compiled = compile(model)
     for batch, n in ((1, 5), (2, 5), (2, 7), (3, 1), (1, 7), (4, 4), (1, 1), (2, 20)):
@@ -215,7 +215,7 @@ class TwoLengths(nn.Module):
 
 
 @both_ways
-def test_a_second_dynamic_dimension_is_right_and_counted(compile: Any, device: str) -> None:
+def test_a_second_dynamic_dimension_is_right_and_counted(compile: Any, device: torch.device) -> None:
     model = TwoLengths().to(device)
     compiled = compile(model, token_dim={"x": 0})
     for tokens, length in ((5, 9), (6, 9), (7, 11), (5, 12), (12, 12), (3, 20), (1, 21)):
@@ -235,7 +235,9 @@ class TwoSums(nn.Module):
 
 
 @pytest.mark.parametrize("sizes", [[(5, 5), (6, 7), (9, 2), (4, 4)], [(6, 7), (5, 5), (7, 1), (1, 1)]])
-def test_token_dimensions_that_disagree_are_right(sizes: Sequence[tuple[int, int]], device: str) -> None:
+def test_token_dimensions_that_disagree_are_right(
+    sizes: Sequence[tuple[int, int]], device: torch.device
+) -> None:
     compiled = by_pg_compile(TwoSums().to(device), token_dim={"x": 0, "y": 0})
     for first, second in sizes:
         x, y = features(first, device), features(second, device)
@@ -243,7 +245,7 @@ def test_token_dimensions_that_disagree_are_right(sizes: Sequence[tuple[int, int
             assert_same(got, want)
 
 
-def test_token_dimensions_that_must_agree_are_refused_by_name(device: str) -> None:
+def test_token_dimensions_that_must_agree_are_refused_by_name(device: torch.device) -> None:
     compiled = by_pg_compile(SumOfTwo().to(device), token_dim={"x": 0, "y": 0})
     x = features(5, device)
     assert_same(compiled(x, x + 1), x * 3 + 1)
@@ -254,7 +256,7 @@ def test_token_dimensions_that_must_agree_are_refused_by_name(device: str) -> No
     assert_same(compiled(x, x), x * 3)
 
 
-def test_position_ids_of_another_length_are_right_or_refused_by_name(device: str) -> None:
+def test_position_ids_of_another_length_are_right_or_refused_by_name(device: torch.device) -> None:
     model = build("llama", layers=2, device=device)
     compiled = by_pg_compile(model)
     ids = random_ids(6, device=device)
@@ -269,7 +271,7 @@ def test_position_ids_of_another_length_are_right_or_refused_by_name(device: str
 
 
 @both_ways
-def test_positions_are_used_as_given(compile: Any, device: str) -> None:
+def test_positions_are_used_as_given(compile: Any, device: torch.device) -> None:
     model = build("llama", layers=2, device=device)
     compiled = compile(model)
     for n in COUNTS:
@@ -278,12 +280,12 @@ def test_positions_are_used_as_given(compile: Any, device: str) -> None:
         assert_same(compiled(**inputs).logits, model(**inputs).logits)
 
 
-# --- memory layout ----------------------------------------------------------------------------------------
+# --- memory layout ---
 
 
 @both_ways
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
-def test_slices_of_a_larger_batch_buffer_are_right(compiler: str, compile: Any, device: str) -> None:
+def test_slices_of_a_larger_batch_buffer_are_right(compiler: str, compile: Any, device: torch.device) -> None:
     """A serving stack keeps one `[B, longest]` buffer: rows are further apart than T."""
 
     class Sum(nn.Module):
@@ -304,7 +306,9 @@ def test_slices_of_a_larger_batch_buffer_are_right(compiler: str, compile: Any, 
 
 @both_ways
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
-def test_transposed_and_expanded_features_are_right(compiler: str, compile: Any, device: str) -> None:
+def test_transposed_and_expanded_features_are_right(
+    compiler: str, compile: Any, device: torch.device
+) -> None:
     model = Attend().to(device)
     compiled = compile(model, token_dim={"x": 0}, compiler=compiler)
     for n in (9, 5, 20, 1):
@@ -318,7 +322,7 @@ def test_transposed_and_expanded_features_are_right(compiler: str, compile: Any,
             assert_same(compiled(x), model(x))
 
 
-def test_the_same_tensor_passed_twice_is_right_and_so_are_two(device: str) -> None:
+def test_the_same_tensor_passed_twice_is_right_and_so_are_two(device: torch.device) -> None:
     compiled = by_pg_compile(SumOfTwo().to(device), token_dim={"x": 0, "y": 0})
     for n in (5, 7, 1):
         x, y = features(n, device), features(n, device)
@@ -326,10 +330,10 @@ def test_the_same_tensor_passed_twice_is_right_and_so_are_two(device: str) -> No
         assert_same(compiled(x, y), x * 2 + y)
 
 
-# --- what a call passes besides ---------------------------------------------------------------------------
+# --- what a call passes besides ---
 
 
-def test_int32_ids_are_right(device: str) -> None:
+def test_int32_ids_are_right(device: torch.device) -> None:
     model = build("llama", layers=2, device=device)
     compiled = by_pg_compile(model)
     for dtype in (torch.int32, torch.int64, torch.int32):
@@ -350,7 +354,7 @@ def test_int32_ids_are_right(device: str) -> None:
         ("llama", 3, by_torch_compile),
     ],
 )
-def test_left_padded_masks_are_right(name: str, batch: int, compile: Any, device: str) -> None:
+def test_left_padded_masks_are_right(name: str, batch: int, compile: Any, device: torch.device) -> None:
     model = build(name, layers=1, device=device)
     compiled = compile(model)
     for n in (9, 5, 20, 1):
@@ -381,7 +385,9 @@ def greedy(forward: Any, prompt: Tensor, steps: int) -> list[int]:
         ("llama", 1, by_torch_compile),
     ],
 )
-def test_prefill_then_decode_gives_eagers_tokens(name: str, batch: int, compile: Any, device: str) -> None:
+def test_prefill_then_decode_gives_eagers_tokens(
+    name: str, batch: int, compile: Any, device: torch.device
+) -> None:
     model = build(name, layers=2, device=device)
     compiled = compile(model)
     for prompt in (7, 1):
@@ -389,7 +395,7 @@ def test_prefill_then_decode_gives_eagers_tokens(name: str, batch: int, compile:
         assert greedy(compiled, ids, steps=4) == greedy(model, ids, steps=4)
 
 
-def test_arguments_by_position_and_by_name_share_a_trace(device: str) -> None:
+def test_arguments_by_position_and_by_name_share_a_trace(device: torch.device) -> None:
     model = build("llama", layers=2, device=device)
     compiled = by_pg_compile(model)
     ids = random_ids(6, device=device)
@@ -398,7 +404,7 @@ def test_arguments_by_position_and_by_name_share_a_trace(device: str) -> None:
     assert_same(compiled(input_ids=ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
-def test_a_mutated_activation_is_written_back(device: str) -> None:
+def test_a_mutated_activation_is_written_back(device: torch.device) -> None:
     def add_in_place(x: Tensor) -> Tensor:
         x.add_(1)
         return x * 2
@@ -412,7 +418,7 @@ def test_a_mutated_activation_is_written_back(device: str) -> None:
     assert moved("fallbacks:writes_an_input") == 6
 
 
-# --- modes ------------------------------------------------------------------------------------------------
+# --- modes ---
 
 
 class Doubles(nn.Module):
@@ -425,7 +431,7 @@ class Doubles(nn.Module):
 
 
 @both_ways
-def test_train_and_eval_after_compiling_are_obeyed(compile: Any, device: str) -> None:
+def test_train_and_eval_after_compiling_are_obeyed(compile: Any, device: torch.device) -> None:
     model = Doubles().to(device).eval()
     compiled = compile(model, token_dim={"x": 0})
     for training in (False, True, False, True):
@@ -435,7 +441,7 @@ def test_train_and_eval_after_compiling_are_obeyed(compile: Any, device: str) ->
             assert_same(compiled(x), model(x))
 
 
-def test_dropout_is_on_in_training_and_never_captured(device: str) -> None:
+def test_dropout_is_on_in_training_and_never_captured(device: torch.device) -> None:
     model = build("gpt2", layers=2, device=device)
     compiled = by_pg_compile(model)
     inputs = call("gpt2", random_ids(6, device=device))
@@ -448,7 +454,7 @@ def test_dropout_is_on_in_training_and_never_captured(device: str) -> None:
     assert_same(compiled(**inputs).logits, steady)
 
 
-def test_inference_mode_and_no_grad_may_alternate(device: str) -> None:
+def test_inference_mode_and_no_grad_may_alternate(device: torch.device) -> None:
     model = build("llama", layers=2, device=device)
     compiled = by_pg_compile(model)
     for inference, n in ((True, 5), (False, 5), (True, 6), (False, 7), (True, 1)):
@@ -457,7 +463,7 @@ def test_inference_mode_and_no_grad_may_alternate(device: str) -> None:
             assert_same(compiled(**inputs).logits, model(**inputs).logits)
 
 
-def test_grad_mode_runs_compiled_with_the_reason_and_right_gradients(device: str) -> None:
+def test_grad_mode_runs_compiled_with_the_reason_and_right_gradients(device: torch.device) -> None:
     model = Attend().to(device)
     compiled = by_pg_compile(model, token_dim={"x": 0})
     compiled(features(5, device))
@@ -471,7 +477,7 @@ def test_grad_mode_runs_compiled_with_the_reason_and_right_gradients(device: str
         assert_same(compiled(x), model(x))
 
 
-# --- models that look at their token count ------------------------------------------------------------------
+# --- models that look at their token count ---
 
 
 class Branch(nn.Module):
@@ -495,7 +501,7 @@ class Branch(nn.Module):
     ],
 )
 def test_a_branch_on_the_count_makes_a_trace_per_side(
-    counts: Sequence[int], traces: int, device: str
+    counts: Sequence[int], traces: int, device: torch.device
 ) -> None:
     model = Branch(above=5).to(device)
     compiled = by_pg_compile(model, token_dim={"x": 0})
@@ -510,7 +516,7 @@ def test_a_branch_on_the_count_makes_a_trace_per_side(
 
 @pytest.mark.parametrize("first", [1, 7])
 @both_ways
-def test_a_branch_at_one_token_is_right(compile: Any, first: int, device: str) -> None:
+def test_a_branch_at_one_token_is_right(compile: Any, first: int, device: torch.device) -> None:
     model = Branch(above=1).to(device)
     compiled = compile(model, token_dim={"x": 0})
     for n in (first, 1, 2, 5, 1, 7, 20, 1):
@@ -555,7 +561,7 @@ SPECIAL: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("counts", [(11, 3, 1, 2, 8, 20, 7, 1), (1, 2, 5, 1, 9)])
 @pytest.mark.parametrize("formula", SPECIAL.values(), ids=SPECIAL)
 def test_every_look_at_the_count_is_right_or_refused_by_name(
-    formula: Any, counts: Sequence[int], device: str
+    formula: Any, counts: Sequence[int], device: torch.device
 ) -> None:
     model = Attend(formula).to(device)
     compiler = "inductor" if formula in (SPECIAL["squeeze"], SPECIAL["squeeze_any"]) else "eager"
@@ -573,7 +579,7 @@ def test_every_look_at_the_count_is_right_or_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["truth", "bool_arithmetic", "parity", "chunk", "first_eight"])
-def test_torch_compile_is_right_whatever_looks_at_the_count(name: str, device: str) -> None:
+def test_torch_compile_is_right_whatever_looks_at_the_count(name: str, device: torch.device) -> None:
     model = Attend(SPECIAL[name]).to(device)
     compiled = by_torch_compile(model)
     for n in (11, 3, 1, 2, 8, 20, 1):
@@ -581,7 +587,7 @@ def test_torch_compile_is_right_whatever_looks_at_the_count(name: str, device: s
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_a_model_that_fixes_its_count_is_refused_by_name(device: str) -> None:
+def test_a_model_that_fixes_its_count_is_refused_by_name(device: torch.device) -> None:
     def unrolled(x: Tensor) -> Tensor:
         total = x * 0
         for row in range(x.shape[0]):
@@ -593,7 +599,7 @@ def test_a_model_that_fixes_its_count_is_refused_by_name(device: str) -> None:
         compiled(features(5, device))
 
 
-def test_many_branches_are_right_with_every_untraced_call_counted(device: str) -> None:
+def test_many_branches_are_right_with_every_untraced_call_counted(device: torch.device) -> None:
     def by_power(x: Tensor) -> Tensor:
         for power in range(1, 12):
             if x.shape[0] < 2**power:
@@ -613,7 +619,7 @@ def test_many_branches_are_right_with_every_untraced_call_counted(device: str) -
     assert moved("traces") + moved("fallbacks:not_traced_by_dynamo") + refused >= 11
 
 
-# --- where the token dimension is -----------------------------------------------------------------------------
+# --- where the token dimension is ---
 
 
 class Named(nn.Module):
@@ -626,7 +632,7 @@ class Named(nn.Module):
 @pytest.mark.parametrize(
     "token_dim", [{"hidden": 1}, {"hidden": -1}, {"scale": 0}, {"hidden": 1, "scale": 0}]
 )
-def test_token_dim_is_found_in_positional_and_keyword_arguments(token_dim: Any, device: str) -> None:
+def test_token_dim_is_found_in_positional_and_keyword_arguments(token_dim: Any, device: torch.device) -> None:
     model = Named().to(device)
     compiled = by_pg_compile(model, token_dim=token_dim)
     with pg.counters.expect(traces=1, **{"fallbacks:above_max_tokens": 1}):
@@ -648,13 +654,15 @@ def test_token_dim_is_found_in_positional_and_keyword_arguments(token_dim: Any, 
         (None, "cannot tell.*hidden has shape.*scale has shape"),
     ],
 )
-def test_a_wrong_or_missing_token_dim_says_what_there_is(token_dim: Any, message: str, device: str) -> None:
+def test_a_wrong_or_missing_token_dim_says_what_there_is(
+    token_dim: Any, message: str, device: torch.device
+) -> None:
     compiled = by_pg_compile(Named().to(device), token_dim=token_dim)
     with pytest.raises(pg.errors.TokenDimError, match=f"(?s){message}"):
         compiled(torch.randn(3, 5).to(device), torch.randn(5).to(device))
 
 
-def test_a_lone_one_dimensional_tensor_needs_no_token_dim(device: str) -> None:
+def test_a_lone_one_dimensional_tensor_needs_no_token_dim(device: torch.device) -> None:
     compiled = by_pg_compile(lambda ids: ids * 2 + 1)
     with pg.counters.expect(traces=1):
         for n in (4, 1, 9):
@@ -662,7 +670,7 @@ def test_a_lone_one_dimensional_tensor_needs_no_token_dim(device: str) -> None:
             assert torch.equal(compiled(ids), ids * 2 + 1)
 
 
-def test_inputs_embeds_lead_where_there_are_no_ids(device: str) -> None:
+def test_inputs_embeds_lead_where_there_are_no_ids(device: torch.device) -> None:
     model = build("llama", layers=2, device=device)
     compiled = by_pg_compile(model)
     with pg.counters.expect(traces=1):
@@ -671,11 +679,11 @@ def test_inputs_embeds_lead_where_there_are_no_ids(device: str) -> None:
             assert_same(compiled(**inputs).logits, model(**inputs).logits)
 
 
-# --- inputs that cannot work ------------------------------------------------------------------------------------
+# --- inputs that cannot work ---
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first call", "after others"])
-def test_ids_of_a_wrong_dtype_are_refused_by_name(before: bool, device: str) -> None:
+def test_ids_of_a_wrong_dtype_are_refused_by_name(before: bool, device: torch.device) -> None:
     compiled = by_pg_compile(build("llama", layers=2, device=device))
     if before:
         compiled(**call("llama", random_ids(5, device=device)))
@@ -685,11 +693,11 @@ def test_ids_of_a_wrong_dtype_are_refused_by_name(before: bool, device: str) -> 
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first call", "after others"])
-def test_ids_on_another_device_are_refused_by_name(before: bool, device: str) -> None:
+def test_ids_on_another_device_are_refused_by_name(before: bool, device: torch.device) -> None:
     compiled = by_pg_compile(build("llama", layers=2, device=device))
     if before:
         compiled(**call("llama", random_ids(5, device=device)))
-    elsewhere = "cpu" if device == "cuda" else "meta"
+    elsewhere = torch.device("cpu" if device.type == "cuda" else "meta")
     message = f"(?s)'input_ids' is on {elsewhere}.*weights are on {device}.*What to do"
     with pytest.raises(pg.errors.TraceError, match=message), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -697,7 +705,7 @@ def test_ids_on_another_device_are_refused_by_name(before: bool, device: str) ->
     compiled(**call("llama", random_ids(6, device=device)))
 
 
-def test_features_of_a_wrong_width_are_refused_by_name(device: str) -> None:
+def test_features_of_a_wrong_width_are_refused_by_name(device: torch.device) -> None:
     compiled = by_pg_compile(Attend().to(device), token_dim={"x": 0})
     compiled(features(5, device))
     with pytest.raises(pg.errors.PiecewiseError, match=r"(?s)x: float32\[5, 9\].*What to do"):
