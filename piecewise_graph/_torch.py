@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -138,38 +137,10 @@ def drop_shape_guards(guards: Sequence[Any]) -> list[bool]:
     return [guard.guard_type != "SHAPE_ENV" for guard in guards]
 
 
-_BRANCHES = "_piecewise_branches"
-
-
-@cache
-def record_branches() -> None:
-    """From now on, note on each ShapeEnv which Python branches its trace took on a size.
-
-    A branch such as `if T > 1` is decided by the range T >= 2 of a dynamic size and leaves no guard
-    behind, so a trace cannot tell afterwards that it is wrong at T = 1. Dynamo decides all branches
-    of user code in `SymNodeVariable.evaluate_expr`; this wraps it, once per process.
-    """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables.tensor import SymNodeVariable
-
-    evaluate = SymNodeVariable.evaluate_expr
-
-    def evaluate_and_note(self: Any, output_graph: Any = None) -> Any:
-        outcome = evaluate(self, output_graph)
-        expr = getattr(getattr(self.sym_num, "node", None), "expr", None)
-        if isinstance(outcome, bool) and isinstance(expr, sympy.Basic):
-            shape_env = InstructionTranslator.current_tx().output.shape_env
-            stack = torch._guards.TracingContext.extract_stack()
-            where = (stack[-1].filename, stack[-1].lineno) if stack else ("", 0)
-            shape_env.__dict__.setdefault(_BRANCHES, []).append((expr, outcome, *where))
-        return outcome
-
-    SymNodeVariable.evaluate_expr = evaluate_and_note  # type: ignore[method-assign]
-
-
-def branches(shape_env: Any) -> list[tuple[sympy.Basic, bool, str, int]]:
-    """(condition, outcome, file, line) of every branch on a size that the trace took."""
-    return list(shape_env.__dict__.get(_BRANCHES, ()))
+def raise_recompile_limit() -> None:
+    """Dynamo counts traces per code object, which all models of a class share; 8 are few for a server."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 64)
 
 
 # --- compilers ------------------------------------------------------------------------------------

@@ -107,7 +107,8 @@ def _is_number(op: Any, argument: Any, value: Any) -> bool:
     """A symbolic size where the schema wants a number or a tensor; the end of arange is a shape."""
     symbolic = isinstance(value, (torch.SymInt, torch.SymFloat)) and not _torch.is_constant(value)
     is_length = op._schema.name == "aten::arange" and argument.name == "end"
-    return symbolic and "SymInt" not in str(argument.real_type) and not is_length
+    is_operand = any(kind in str(argument.type) for kind in ("Tensor", "number", "float"))
+    return symbolic and is_operand and not is_length
 
 
 def _casts_to_integer(op: Any, args: tuple[Any, ...], result: Any) -> bool:

@@ -14,7 +14,8 @@ from piecewise_graph import _torch
 from piecewise_graph.compiler import CompiledGraph, compile_split
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import ConfigError, LeakWarning
-from piecewise_graph.family import Family, all_families, family_of
+from piecewise_graph.family import FindFamily, all_families, family_of
+from piecewise_graph.per_model import per_model
 from piecewise_graph.program import Program, liveness
 from piecewise_graph.runtime import Runtime, WholeRuntime
 from piecewise_graph.shapes import ShapeContract, relaxed_range
@@ -46,24 +47,31 @@ def piecewise(
     if mode is not None:
         raise ConfigError.mode_given(mode)
     config = PiecewiseConfig.from_options(options)
-    bound = [x for x in example_inputs if isinstance(x, torch.nn.Parameter)]
-    return build(gm, example_inputs, family_of(config, bound, _torch.current_root_code()))
+    code = _torch.current_root_code()
+    return build(gm, example_inputs, lambda weights: family_of(config, weights, code))
 
 
-def build(gm: GraphModule, example_inputs: Sequence[Any], family: Family) -> Callable[..., Any]:
-    """One trace of `family`: split, compile, ready to run."""
+def build(gm: GraphModule, example_inputs: Sequence[Any], find_family: FindFamily) -> Callable[..., Any]:
+    """One trace: split, compile, ready to run.
+
+    Args:
+        find_family: weights of a model -> its family.
+    """
     counters.add("traces")
+    family = find_family([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
     compiler = family.config.compiler
     _torch.publish_graph("before_split", gm)
-    weights = [x for x in example_inputs if isinstance(x, torch.nn.Parameter)]
     reason = _keeps_whole(gm, example_inputs)
     try:
         graph = split(gm) if reason is None else None
     except Unsplittable as cut:
         reason = cut.reason
     if reason is not None:
-        whole = _torch.compile_whole(gm, example_inputs, compiler)
-        return _as_function(WholeRuntime(whole, reason, family, weights))
+        whole, why = _torch.compile_whole(gm, example_inputs, compiler), reason
+        weights = [(i, x) for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)]
+        return per_model(
+            lambda of, bound: WholeRuntime(whole, why, of, bound), find_family, weights, example_inputs
+        )
     assert graph is not None
     for leak in graph.leaks:
         _warn_leak(leak)
@@ -71,16 +79,10 @@ def build(gm: GraphModule, example_inputs: Sequence[Any], family: Family) -> Cal
     _count(compiled)
     program = _program(gm, example_inputs, compiled)
     static = None if program.contract.symbols else _static_tokens(graph)
-    return _as_function(Runtime(program, family, static, _bound_tensors(graph, example_inputs)))
-
-
-def _as_function(runtime: Runtime | WholeRuntime) -> Callable[..., Any]:
-    """depyf and other tools read the code of what a backend returns; an object has none."""
-
-    def forward(*args: Any) -> Any:
-        return runtime(*args)
-
-    return forward
+    bound = _bound_tensors(graph, example_inputs)
+    return per_model(
+        lambda of, tensors: Runtime(program, of, static, tensors), find_family, bound, example_inputs
+    )
 
 
 def reset() -> None:
@@ -153,8 +155,7 @@ def _contract(gm: GraphModule, graph: SplitGraph, symbols: list[sympy.Symbol]) -
     from_shapes = {size: (index, dim) for index, dim, size in reversed(dims) if size.is_Symbol}
     sources = {**integers, **from_shapes}
     known = [symbol for symbol in symbols if symbol in sources]
-    branches = _torch.branches(shape_env) if shape_env is not None else []
-    ranges = [relaxed_range(_torch.value_range(shape_env, s), branches, s) for s in known]
+    ranges = [relaxed_range(_torch.value_range(shape_env, symbol)) for symbol in known]
     guards = _torch.shape_guards(shape_env) if shape_env is not None else ()
     return ShapeContract(
         tuple(known),

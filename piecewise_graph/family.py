@@ -11,9 +11,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from piecewise_graph.runtime import Runtime, WholeRuntime
 
     AnyRuntime: TypeAlias = Runtime | WholeRuntime
+
+FindFamily: TypeAlias = "Callable[[Sequence[Tensor]], Family]"
 
 _families: weakref.WeakSet[Family] = weakref.WeakSet()
 _numbers = itertools.count()
@@ -40,6 +42,7 @@ class Family:
         sealed: pg.capture is done; nothing is captured lazily any more.
         capturing: pg.capture is under way: True captures, False only traces, None otherwise.
         tracing: calls end before they run anything; they are made for their trace alone.
+        signatures: of the graphs that pg.compile traced (one_token.py).
         fallbacks: reason -> calls that reached no trace.
         ran: graphs that ran since pg.compile last set it to 0.
     """
@@ -54,6 +57,7 @@ class Family:
         self.capturing: bool | None = None
         self.tracing = False
         self.fallbacks: Counter[str] = Counter()
+        self.signatures: list[tuple[Any, ...]] = []
         self.ran = 0
         self.number = next(_numbers)
         self._runtimes: list[weakref.ref[AnyRuntime]] = []

@@ -5,10 +5,14 @@ A size that Dynamo marks dynamic is assumed to be at least 2, and the guards tha
 call at T = 1 trace again. Unmodified transformers models cannot be traced with an unbacked size (their
 masks branch on it), and their graphs are right at T = 1. So pg.compile marks the token dimension dynamic,
 drops the SHAPE_ENV guards, and the runtime checks on every call what they would have checked: sizes that
-have to be equal, conditions on sizes, ranges (`ShapeContract`). The one thing relaxed is T >= 2, unless the
-model's own code branched on it (`relaxed_range`). A call that a trace is not valid for raises ShapeMiss
-before anything ran, and another trace answers it: first with the same marks, and where dimensions that
-were equal no longer are, one under Dynamo's own guards.
+have to be equal, conditions on sizes, ranges (`ShapeContract`). A call that a trace is not valid for raises
+ShapeMiss before anything ran, and another trace answers it: first with the same marks, and where dimensions
+that were equal no longer are, one under Dynamo's own guards.
+
+The one thing relaxed is T >= 2. Models of transformers ask whether T > 1 to see whether a mask is causal or
+can be skipped, which for one token is the same either way (held by tests on eight of them). Any other
+model's first call at T = 1 is traced once more, without compiling or running it, and served by the same
+trace only if the graphs agree (one_token.py).
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from piecewise_graph.backend import build
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, TraceError
 from piecewise_graph.family import Family
+from piecewise_graph.one_token import Signature, signature
 from piecewise_graph.runtime import ShapeMiss, TracedOnly
 from piecewise_graph.telemetry import counters
 from piecewise_graph.token_dims import TokenDims
@@ -62,12 +67,14 @@ class CompiledModel:
     def __init__(
         self, model: Callable[..., Any], token_dim: Mapping[str, int] | None, config: PiecewiseConfig
     ) -> None:
-        _torch.record_branches()
+        _torch.raise_recompile_limit()
         self._model = model
         self._finder = TokenDims(model, token_dim)
         self.family = Family(config)
         self._traces: list[Callable[..., Any]] = []
         self._guarded: Callable[..., Any] | None = None
+        self._one_token: bool | None = None
+        self._answered = False
         # Dynamo's cache lives as long as the code it compiled; graphs should not.
         weakref.finalize(self, Family.drop_graphs, self.family)
 
@@ -89,12 +96,17 @@ class CompiledModel:
         if count > 1:
             _mark(tensors, dims, named=self._finder.named | {leader})
         try:
-            return self._answer(args, kwargs)
+            if count == 1 and not self._serves_one_token(args, kwargs):
+                result = self._answer_guarded(args, kwargs)
+            else:
+                result = self._answer(args, kwargs)
         except Exception as error:
             raised = self._plain_error(error, tensors)
             if raised is None:
                 raise
             raise raised from error
+        self._answered = True
+        return result
 
     def _without_tokens(self, leader: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An empty batch is the model's own business; most models of transformers refuse it."""
@@ -123,13 +135,39 @@ class CompiledModel:
 
     def _answer_anew(self, miss: ShapeMiss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if miss.sizes_differ or miss.num_tokens == 1:
-            if self._guarded is None:
-                self._guarded = self._new_trace(guards="all")
-            return self._call(self._guarded, args, kwargs)
+            return self._answer_guarded(args, kwargs)
         if len(self._traces) >= _MAX_TRACES:
             raise TokenDimError.too_many_traces(_MAX_TRACES, miss.what)
         self._traces.insert(0, self._new_trace(guards="relaxed"))
         return self._call(self._traces[0], args, kwargs)
+
+    def _answer_guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Under all of Dynamo's own guards: right for any shapes, with as many traces as Dynamo wants."""
+        if self._guarded is None:
+            self._guarded = self._new_trace(guards="all")
+        self._answered = False  # what cannot be traced here either is the call's fault
+        return self._call(self._guarded, args, kwargs)
+
+    def _serves_one_token(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The dynamic trace is right for one token too; found out once, without running anything."""
+        if self._one_token is None:
+            self._one_token = type(self._model).__module__.startswith("transformers.") or self._same_graph(
+                args, kwargs
+            )
+        return self._one_token
+
+    def _same_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        signatures: list[Signature] = []
+
+        def collect(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            signatures.append(signature(gm))
+            return _stop
+
+        try:
+            torch.compile(self._model, backend=collect, dynamic=False)(*args, **kwargs)
+        except (TracedOnly, RuntimeError):
+            return len(self.family.signatures) == 1 and signatures == self.family.signatures
+        return False  # nothing was traced
 
     def _call(self, trace: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.family.ran = 0
@@ -174,7 +212,10 @@ class CompiledModel:
             return None if cause is error else cause
         if _torch.is_specialization_error(error):
             return TokenDimError.specialized(_first_line(error))
-        if not _torch.is_trace_error(error):
+        first_try = not self._answered and isinstance(
+            error, (RuntimeError, IndexError, TypeError, ValueError)
+        )
+        if not _torch.is_trace_error(error) and not first_try:
             return None
         weight = next(self._model.parameters(), None) if isinstance(self._model, torch.nn.Module) else None
         for name, tensor in tensors.items():
@@ -194,7 +235,12 @@ class _FamilyBackend:
         self.reset = family.reset
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        return build(gm, example_inputs, self._family)
+        self._family.signatures.append(signature(gm))
+        return build(gm, example_inputs, lambda weights: self._family)
+
+
+def _stop(*_: Any) -> Any:
+    raise TracedOnly
 
 
 def _mark(tensors: Mapping[str, Tensor], dims: Mapping[str, tuple[int, ...]], named: Collection[str]) -> None:

@@ -277,10 +277,12 @@ class WholeRuntime:
         bound: its weights, by which `explain` finds it.
     """
 
-    def __init__(self, run: Callable[..., Any], reason: str, family: Family, bound: Sequence[Tensor]) -> None:
+    def __init__(
+        self, run: Callable[..., Any], reason: str, family: Family, bound: Sequence[tuple[int, Tensor]]
+    ) -> None:
         self.run, self.reason, self.family = run, reason, family
         self.fallbacks: Counter[str] = Counter()
-        self.bound_ids = frozenset(map(id, bound))
+        self.bound_ids = frozenset(id(tensor) for _, tensor in bound)
         family.add(self)
 
     def __call__(self, *args: Any) -> Any:

@@ -134,26 +134,7 @@ def range_text(bounds: Range) -> str:
     return f"{low} tokens and more" if high is None else f"{low} to {high} tokens"
 
 
-def relaxed_range(
-    bounds: Range,
-    branches: Sequence[tuple[sympy.Basic, bool, str, int]],
-    symbol: sympy.Symbol,
-) -> Range:
-    """Let a range that starts at 2 only because torch assumes so start at 1.
-
-    Kept at 2 when the model's own code branched on the size and T = 1 would take the other branch
-    (`if T > 1`). Branches inside transformers are exempt: they ask whether a mask is causal or can be
-    skipped, which for one token is the same either way (held by tests on eight of its models).
-    """
+def relaxed_range(bounds: Range) -> Range:
+    """Let a range that starts at 2 only because torch assumes so start at 1 (pg.compile checks that)."""
     low, high = bounds
-    if low != 2:
-        return bounds
-    for condition, outcome, filename, _ in branches:
-        at_one = condition.xreplace({symbol: sympy.Integer(1)})
-        if (
-            "/transformers/" not in filename
-            and at_one in (sympy.true, sympy.false)
-            and bool(at_one) != outcome
-        ):
-            return bounds
-    return 1, high
+    return (1, high) if low == 2 else bounds

@@ -45,9 +45,9 @@ def test_larger_captured_bucket_does_not_stand_in_for_a_missing_one() -> None:
         (0, {"blocked": "random_numbers"}, "random_numbers"),
         (0, {}, "no_tokens"),
         (9, {}, "above_max_tokens"),
-        (9, {"unpaddable": "derived_size"}, "above_max_tokens"),
+        (9, {"unpaddable": {16: "derived_size"}}, "above_max_tokens"),
         (8, {"invalid": frozenset({8})}, "bucket_outside_trace"),
-        (3, {"unpaddable": "derived_size"}, "derived_size"),
+        (3, {"unpaddable": {4: "derived_size"}}, "derived_size"),
         (3, {"failed": {4: "broke"}}, "capture_failed"),
         (3, {"may_capture": False}, "not_captured"),
     ],
@@ -57,7 +57,7 @@ def test_reasons_in_their_order(tokens: int, change: dict[str, object], reason: 
 
 
 def test_exact_size_of_an_unpaddable_trace_is_captured_and_replayed() -> None:
-    given = replace(LAZY, unpaddable="mixes_tokens")
+    given = replace(LAZY, unpaddable={4: "mixes_tokens"})
     assert decide(4, given) == Decision(Action.CAPTURE, 4)
     assert decide(4, replace(given, captured={4: True})) == Decision(Action.REPLAY, 4)
 

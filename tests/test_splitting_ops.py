@@ -200,12 +200,12 @@ class Garbage(torch.overrides.TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.value = 1e30
+        self.value = 1e3
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         if function is torch.empty_like:
-            self.value *= -3
+            self.value *= -1.1
             made.fill_(self.value)
         return made
 

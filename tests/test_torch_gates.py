@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -261,27 +259,6 @@ def test_without_shape_guards_one_trace_serves_one_token_and_other_guards_stay()
     assert len(traced.graphs) > 1
 
 
-def test_branches_of_user_code_are_recorded() -> None:
-    _torch.record_branches()
-    _torch.record_branches()  # wraps once
-
-    def model(x: Tensor) -> Tensor:
-        return x * 2 if x.shape[0] > 1 else x * 3
-
-    def look(gm: GraphModule) -> Any:
-        return _torch.branches(_torch.shape_env_of(gm))
-
-    (found,) = trace(model, dynamic(6, 8), look=look).seen
-    ((condition, outcome, filename, line),) = [b for b in found if b[2] == __file__]
-    assert outcome is True or outcome is False
-    (symbol,) = condition.free_symbols
-    assert bool(condition.subs(symbol, 1)) != outcome
-    assert bool(condition.subs(symbol, 6)) == outcome
-    assert filename == __file__
-    assert line == model.__code__.co_firstlineno + 1
-    assert trace(lambda x: x * 2, dynamic(6, 8), look=look).seen == [[]]
-
-
 # --- compilers ----------------------------------------------------------------------------------------
 
 
@@ -320,22 +297,6 @@ def test_whole_graph_keeps_gradients(compiler: str, device: torch.device) -> Non
         model.zero_grad()
         model(x).sum().backward()
     torch.testing.assert_close(found, model.linear.weight.grad)
-
-
-def test_published_graph_reaches_torch_logs() -> None:
-    script = (
-        "import torch; from piecewise_graph import _torch\n"
-        "def f(x): return x.sin()\n"
-        "def backend(gm, inputs): _torch.publish_graph('my_segment', gm); return gm.forward\n"
-        "torch.compile(f, backend=backend)(torch.ones(3))"
-    )
-    environment = {**os.environ, "TORCH_LOGS": "+graph_code"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "my_segment" in done.stderr
-    assert "x.sin()" in done.stderr
 
 
 # --- looking at segments ------------------------------------------------------------------------------

@@ -1,0 +1,62 @@
+"""Whether the trace of many tokens is also the trace of one (Note [One trace] in frontend.py).
+
+A dynamic size is assumed to be at least 2 while it is traced, so `if T > 1`, `bool(T - 1)` or `x.squeeze(0)`
+are decided for T >= 2 and leave neither a guard nor a branch behind. What they decided shows in one place: a
+trace at T = 1 has other calls, other constants or other shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from piecewise_graph import _torch
+
+Signature = tuple[Any, ...]
+
+
+def signature(gm: GraphModule) -> Signature:
+    """The graph's calls with their constants and shapes, every size replaced by its value at one token."""
+    numbers: dict[Node, int] = {}
+    calls: list[Any] = []
+    for node in gm.graph.nodes:
+        value = _torch.example_value(node)
+        if node.op in ("call_function", "call_method") and not _is_scalar(value):
+            operands = map_arg((node.args, dict(node.kwargs)), lambda arg: _operand(arg, numbers))
+            numbers[node] = len(calls)
+            calls.append((node.op, str(node.target), repr(operands), _shapes(value)))
+    return tuple(calls)
+
+
+def _operand(node: Node, numbers: dict[Node, int]) -> Any:
+    """A size as the number it is for one token, a tensor as the number of the call that made it."""
+    value = _torch.example_value(node)
+    if _is_scalar(value):
+        return _at_one(value)
+    return f"call {numbers[node]}" if node in numbers else _torch.placeholder_source(node)[0]
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(map(_is_scalar, value))
+    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(map(_at_one, value.shape))
+    return tuple(map(_shapes, value)) if isinstance(value, (tuple, list)) else None
+
+
+def _at_one(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_at_one, value))
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        expr = value.node.expr
+        value = expr.xreplace({symbol: sympy.Integer(1) for symbol in expr.free_symbols})
+    return str(value)
