@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class CompiledModel:
         self.family = Family(config)
         self._traces: list[Callable[..., Any]] = []
         self._guarded: Callable[..., Any] | None = None
-        self._one_token: bool | None = None
+        self._at_one_token: list[Signature] | None = None
         self._answered = False
         # Dynamo's cache lives as long as the code it compiled; graphs should not.
         weakref.finalize(self, Family.drop_graphs, self.family)
@@ -87,6 +88,9 @@ class CompiledModel:
         dims = self._finder.find(tensors)
         leader = next(iter(dims))
         count = tensors[leader].shape[dims[leader][0]]
+        misplaced = self._misplaced(tensors) if tensors[leader].is_meta else None
+        if misplaced is not None:  # torch would answer with shapes and no values
+            raise misplaced
         if count == 0:
             return self._without_tokens(leader, args, kwargs)
         if not self._traces:
@@ -149,25 +153,24 @@ class CompiledModel:
         return self._call(self._guarded, args, kwargs)
 
     def _serves_one_token(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """The dynamic trace is right for one token too; found out once, without running anything."""
-        if self._one_token is None:
-            self._one_token = type(self._model).__module__.startswith("transformers.") or self._same_graph(
-                args, kwargs
-            )
-        return self._one_token
+        """The dynamic trace is right for one token too. With several traces, none is trusted with it."""
+        if type(self._model).__module__.startswith("transformers."):
+            return True
+        if self._at_one_token is None:
+            self._at_one_token = self._traced_at_one_token(args, kwargs)
+        return len(self._at_one_token) == 1 and self.family.signatures == self._at_one_token
 
-    def _same_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _traced_at_one_token(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Signature]:
+        """What Dynamo makes of this call, which is not run."""
         signatures: list[Signature] = []
 
         def collect(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             signatures.append(signature(gm))
             return _stop
 
-        try:
+        with suppress(TracedOnly, RuntimeError):
             torch.compile(self._model, backend=collect, dynamic=False)(*args, **kwargs)
-        except (TracedOnly, RuntimeError):
-            return len(self.family.signatures) == 1 and signatures == self.family.signatures
-        return False  # nothing was traced
+        return signatures
 
     def _call(self, trace: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.family.ran = 0
@@ -217,14 +220,20 @@ class CompiledModel:
         )
         if not _torch.is_trace_error(error) and not first_try:
             return None
-        weight = next(self._model.parameters(), None) if isinstance(self._model, torch.nn.Module) else None
-        for name, tensor in tensors.items():
-            if weight is not None and tensor.device != weight.device:
-                return TraceError.wrong_device(name, str(tensor.device), str(weight.device))
+        misplaced = self._misplaced(tensors)
+        if misplaced is not None:
+            return misplaced
         described = ", ".join(
             f"{n}: {str(t.dtype)[6:]}{list(t.shape)} on {t.device}" for n, t in tensors.items()
         )
         return TraceError.failed(described, _first_line(error))
+
+    def _misplaced(self, tensors: Mapping[str, Tensor]) -> TraceError | None:
+        weight = next(self._model.parameters(), None) if isinstance(self._model, torch.nn.Module) else None
+        for name, tensor in tensors.items():
+            if weight is not None and tensor.device != weight.device:
+                return TraceError.wrong_device(name, str(tensor.device), str(weight.device))
+        return None
 
 
 class _FamilyBackend:

@@ -58,5 +58,8 @@ def _at_one(value: Any) -> Any:
         return tuple(map(_at_one, value))
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         expr = value.node.expr
-        value = expr.xreplace({symbol: sympy.Integer(1) for symbol in expr.free_symbols})
+        try:
+            value = expr.xreplace({symbol: sympy.Integer(1) for symbol in expr.free_symbols})
+        except ZeroDivisionError:  # x // (T - 1): no trace at one token has that
+            value = "undefined"
     return str(value)

@@ -495,8 +495,10 @@ class Branch(nn.Module):
 @pytest.mark.parametrize(
     ("counts", "traces"),
     [
-        ((9, 3, 5, 6, 12, 4, 1, 16, 20, 2), 2),
-        ((3, 9, 1, 5, 6), 2),
+        # one per side, and one for the single token, which no trace is trusted with where there are several
+        ((9, 3, 5, 6, 12, 4, 1, 16, 20, 2), 3),
+        ((3, 9, 1, 5, 6), 3),
+        ((3, 9, 2, 5, 6), 2),
         ((1, 20, 5, 6, 3, 9, 2, 4), 3),  # traced on a longer row first, then at 1 itself, then for 2 to 5
     ],
 )
