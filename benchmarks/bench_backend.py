@@ -98,9 +98,18 @@ def main() -> int:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        command = " ".join(["python -m benchmarks.bench_backend", *_without_out(sys.argv[1:])])
+        write(options.out, command, rows, marks)  # after each shape: a long run that is cut short loses one
     print(table([row for row in rows if "tokens" in row], _COLUMNS))
-    write(options.out, "python -m benchmarks.bench_backend " + " ".join(sys.argv[1:]), rows, marks)
     return 0
+
+
+def _without_out(arguments: list[str]) -> list[str]:
+    """Where the results go is no part of what was measured."""
+    if "--out" not in arguments:
+        return arguments
+    place = arguments.index("--out")
+    return arguments[:place] + arguments[place + 2 :]
 
 
 @torch.inference_mode()
