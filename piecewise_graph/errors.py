@@ -123,6 +123,13 @@ class TokenDimError(PiecewiseError):
         )
 
     @classmethod
+    def positions(cls, found: int, leader: str, count: int) -> TokenDimError:
+        return cls(
+            f"position_ids has {found} positions for the {count} tokens of {leader}.",
+            "pass one position per token.",
+        )
+
+    @classmethod
     def specialized(cls, cause: str) -> TokenDimError:
         return cls(
             f"the model fixes its token count while it is traced, so one graph cannot serve others: {cause}",

@@ -211,8 +211,8 @@ class CompiledModel:
     def _plain_error(self, error: Exception, tensors: Mapping[str, Tensor]) -> PiecewiseError | None:
         """The catalogue's version of what torch raised, where there is one."""
         cause = _torch.backend_error(error)
-        if isinstance(cause, PiecewiseError):
-            return None if cause is error else cause
+        if cause is not error or isinstance(cause, PiecewiseError):  # a backend's own error says enough
+            return cause if cause is not error and isinstance(cause, PiecewiseError) else None
         if _torch.is_specialization_error(error):
             return TokenDimError.specialized(_first_line(error))
         first_try = not self._answered and isinstance(

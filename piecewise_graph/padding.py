@@ -60,13 +60,14 @@ def padding_fault(
     size: int,
     bucket: int,
     *,
-    draw_weights: bool,
+    thorough: bool,
 ) -> str | None:
     """Why `segment` must not be padded from `size` to `bucket`; None when live rows agree.
 
     Args:
         inputs: its live inputs, of at least `size` tokens.
-        draw_weights: random weights in the random trials (once per structure is enough).
+        thorough: all four trials, with random weights; else the two random ones, on the weights as they
+            are. Once per structure is enough for what does not depend on the bucket.
 
     Raises:
         Unproven: the live inputs cannot tell one row from another.
@@ -79,10 +80,11 @@ def padding_fault(
     live = trial.narrowed(inputs)
     if not trial.tells_rows_apart(live):
         raise Unproven
-    if trial.disagrees(live, [_first_tail] * len(live)) or trial.disagrees(live, [_second_tail] * len(live)):
-        return "mixes_tokens"
+    for make_tail in (_first_tail, _second_tail) if thorough else ():
+        if trial.disagrees(live, [make_tail] * len(live)):
+            return "mixes_tokens"
     for upper, float_tail in ((False, _first_tail), (True, _second_tail)):
-        values, tails = trial.drawn(live, upper, float_tail, draw_weights)
+        values, tails = trial.drawn(live, upper, float_tail, draw_weights=thorough)
         if trial.disagrees(values, tails):
             return "mixes_tokens"
     return None
@@ -156,7 +158,7 @@ class _Trial:
         return not counting or any(_legal_range(value) != (0, 0) for value in counting)
 
     def drawn(
-        self, live: Sequence[Any], upper: bool, float_tail: MakeTail, draw_weights: bool
+        self, live: Sequence[Any], upper: bool, float_tail: MakeTail, *, draw_weights: bool
     ) -> tuple[list[Any], list[MakeTail]]:
         """Random inputs and their tails (Note [Proof instead of analysis])."""
         values, tails = list(live), [float_tail] * len(live)

@@ -95,7 +95,7 @@ def _prove(
     """Settle whether `segment` may be padded to `bucket`, where its live inputs allow to tell."""
     first = all(known != segment.key for known, _ in verdicts)
     try:
-        fault = padding_fault(program, step, segment, inputs, probe, bucket, draw_weights=first)
+        fault = padding_fault(program, step, segment, inputs, probe, bucket, thorough=first)
     except Unproven:
         return
     except (RuntimeError, ValueError, IndexError, AssertionError):

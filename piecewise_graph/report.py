@@ -86,7 +86,7 @@ def explain(compiled: Any) -> Report:
         NotCompiledError: the object has no trace of this backend.
     """
     family = family_for(compiled)
-    if family is None or not family.runtimes:
+    if family is None or not (family.runtimes or family.fallbacks):
         raise NotCompiledError.unknown(repr(compiled)[:80].splitlines()[0])
     runtimes = family.runtimes
     traces = tuple(_trace(r) if isinstance(r, Runtime) else _whole(r) for r in runtimes)

@@ -62,6 +62,9 @@ class TokenDims:
         leader = next(iter(dims))
         count = tensors[leader].shape[dims[leader][0]]
         for name, tensor in tensors.items():
+            if name == "position_ids" and count and tensor.shape[-1] != count:
+                # transformers would index a mask with it: an illegal address on a GPU
+                raise TokenDimError.positions(tensor.shape[-1], leader, count)
             if name not in dims:
                 following = _following(name, tensor, count)
                 if following:

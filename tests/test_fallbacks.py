@@ -189,6 +189,9 @@ ELSEWHERE = {
     "captured_by_caller",
     "data_dependent_size",
     "no_token_dimension",
+    "padding_unproven",
+    "proof_failed",
+    "size_is_a_number",
     "second_dynamic_dimension",
 }
 GPU_ONLY = {"mixed_devices", "captured_by_caller"}
@@ -270,7 +273,11 @@ def _reason_parts(node: ast.AST) -> list[ast.AST]:
         return [node.value] if names & {"blocked", "unpaddable", "reason", "fault"} else []
     if isinstance(node, ast.Call):
         called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        return list(node.args) if called in {"Unsplittable", "_compiled", "Decision", "fallback"} else []
+        return (
+            list(node.args)
+            if called in {"Unsplittable", "_compiled", "Decision", "fallback", "_count_fallback"}
+            else []
+        )
     return []
 
 

@@ -261,3 +261,17 @@ def static_tails(compiled: Any, bucket: int, live: int) -> Iterator[Tensor]:
                 continue
             for dim in spec.token_dims(program.token):
                 yield value.narrow(dim, live, bucket - live)
+
+
+def test_ids_that_are_all_zero_prove_nothing(device: torch.device) -> None:
+    """Until ids tell rows apart, a padded bucket is not used; the calls are right, and counted."""
+    model = build("llama", layers=2, device=device)
+    compiled = pg.compile(model, max_tokens=MAX_TOKENS, compiler="eager")
+    zeros = call("llama", torch.zeros(1, 11, dtype=torch.long, device=device))
+    with pg.counters.expect(tapes=0, replays=0, **{"fallbacks:padding_unproven": 2}):
+        for _ in range(2):
+            assert_same(compiled(**zeros).logits, model(**zeros).logits)
+    told_apart = call("llama", random_ids(11, device=device))
+    with pg.counters.expect(tapes=1, replays=1, fallbacks=0):
+        for inputs in (told_apart, zeros):
+            assert_same(compiled(**inputs).logits, model(**inputs).logits)

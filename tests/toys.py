@@ -186,7 +186,9 @@ def check(
 def fallbacks(fast: Any) -> dict[str, int]:
     """Reason -> calls, over all traces of a model."""
     found: dict[str, int] = {}
-    for trace in pg.explain(fast).traces:
+    report = pg.explain(fast)
+    found.update(report.fallbacks)
+    for trace in report.traces:
         for reason, calls in trace.fallbacks.items():
             found[reason] = found.get(reason, 0) + calls
     return found
