@@ -99,13 +99,16 @@ class CompiledModel:
                 self._trace_longer(args, kwargs, tensors, dims)
         if count > 1:
             _mark(tensors, dims, named=self._finder.named | {leader})
+        known = len(self.family.signatures)
         try:
             if count == 1 and not self._serves_one_token(args, kwargs):
                 result = self._answer_guarded(args, kwargs)
             else:
                 result = self._answer(args, kwargs)
         except Exception as error:
-            raised = self._plain_error(error, tensors)
+            # A trace that has never answered may have failed because it cannot take these inputs.
+            untried = not self._answered or len(self.family.signatures) > known
+            raised = self._plain_error(error, tensors, untried)
             if raised is None:
                 raise
             raise raised from error
@@ -208,17 +211,17 @@ class CompiledModel:
         finally:
             self.family.tracing = False
 
-    def _plain_error(self, error: Exception, tensors: Mapping[str, Tensor]) -> PiecewiseError | None:
+    def _plain_error(
+        self, error: Exception, tensors: Mapping[str, Tensor], untried: bool
+    ) -> PiecewiseError | None:
         """The catalogue's version of what torch raised, where there is one."""
         cause = _torch.backend_error(error)
         if cause is not error or isinstance(cause, PiecewiseError):  # a backend's own error says enough
             return cause if cause is not error and isinstance(cause, PiecewiseError) else None
         if _torch.is_specialization_error(error):
             return TokenDimError.specialized(_first_line(error))
-        first_try = not self._answered and isinstance(
-            error, (RuntimeError, IndexError, TypeError, ValueError)
-        )
-        if not _torch.is_trace_error(error) and not first_try:
+        untried &= isinstance(error, (RuntimeError, IndexError, TypeError, ValueError))
+        if not _torch.is_trace_error(error) and not untried:
             return None
         misplaced = self._misplaced(tensors)
         if misplaced is not None:

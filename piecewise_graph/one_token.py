@@ -29,7 +29,7 @@ def signature(gm: GraphModule) -> Signature:
         if node.op in ("call_function", "call_method") and not _is_scalar(value):
             operands = map_arg((node.args, dict(node.kwargs)), lambda arg: _operand(arg, numbers))
             numbers[node] = len(calls)
-            calls.append((node.op, str(node.target), repr(operands), _shapes(value)))
+            calls.append((node.op, str(node.target), repr(_plain(operands)), _shapes(value)))
     return tuple(calls)
 
 
@@ -39,6 +39,17 @@ def _operand(node: Node, numbers: dict[Node, int]) -> Any:
     if _is_scalar(value):
         return _at_one(value)
     return f"call {numbers[node]}" if node in numbers else _torch.placeholder_source(node)[0]
+
+
+def _plain(operands: Any) -> Any:
+    """Numbers as text, as `_at_one` writes sizes; torch.Size as the tuple that it is."""
+    if isinstance(operands, (tuple, list)):
+        return tuple(map(_plain, operands))
+    if isinstance(operands, dict):
+        return {name: _plain(value) for name, value in operands.items()}
+    if isinstance(operands, slice):
+        return "slice", _plain((operands.start, operands.stop, operands.step))
+    return str(operands)
 
 
 def _is_scalar(value: Any) -> bool:

@@ -66,8 +66,8 @@ def padding_fault(
 
     Args:
         inputs: its live inputs, of at least `size` tokens.
-        thorough: all four trials, with random weights; else the two random ones, on the weights as they
-            are. Once per structure is enough for what does not depend on the bucket.
+        thorough: all four trials, with random weights; else those with the tails that a replay has and
+            the random ones, on the weights as they are. Once per structure is enough for the rest.
 
     Raises:
         Unproven: the live inputs cannot tell one row from another.
@@ -80,7 +80,7 @@ def padding_fault(
     live = trial.narrowed(inputs)
     if not trial.tells_rows_apart(live):
         raise Unproven
-    for make_tail in (_first_tail, _second_tail) if thorough else ():
+    for make_tail in (_first_tail, _second_tail) if thorough else (_first_tail,):
         if trial.disagrees(live, [make_tail] * len(live)):
             return "mixes_tokens"
     for upper, float_tail in ((False, _first_tail), (True, _second_tail)):

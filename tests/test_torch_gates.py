@@ -441,3 +441,27 @@ def test_every_function_is_held_by_a_test_here() -> None:
     }
     source = inspect.getsource(sys.modules[__name__])
     assert not {name for name in public if f"_torch.{name}" not in source}
+
+
+def test_a_number_is_told_from_a_size() -> None:
+    seen: list[bool] = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        size = next(value for value in inputs if isinstance(value, torch.SymInt))
+        seen.append(_torch.is_constant(size))
+        return gm.forward
+
+    torch.compile(lambda x: x + x.shape[0], backend=backend, dynamic=True)(torch.ones(5))
+    assert seen == [False]
+
+
+def test_a_server_may_hold_more_models_of_a_class_than_dynamo_allows_for() -> None:
+    _torch.raise_recompile_limit()
+    assert torch._dynamo.config.recompile_limit >= 64
+
+
+def test_published_graphs_go_through_the_function_that_depyf_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(torch._dynamo.utils, "lazy_format_graph_code", lambda name, gm: shown.append(name))
+    _torch.publish_graph("segment_0", torch.fx.symbolic_trace(torch.nn.ReLU()))
+    assert shown == ["segment_0"]
