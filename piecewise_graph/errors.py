@@ -89,13 +89,6 @@ class SplittingOpError(PiecewiseError):
             "the fake says and would misread the bytes.",
         )
 
-    @classmethod
-    def implied_padding(cls, name: str) -> SplittingOpError:
-        return cls(
-            f"{name!r} was registered with capturable=True and padded=False.",
-            "capturable=True implies padded=True: a captured op always runs at the bucket's size.",
-        )
-
 
 class TokenDimError(PiecewiseError):
     """The token dimension is missing, ambiguous, or not dynamic."""

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from piecewise_graph import _torch
+from piecewise_graph.shapes import is_scalar
 
 Signature = tuple[Any, ...]
 
@@ -26,7 +27,7 @@ def signature(gm: GraphModule) -> Signature:
     calls: list[Any] = []
     for node in gm.graph.nodes:
         value = _torch.example_value(node)
-        if node.op in ("call_function", "call_method") and not _is_scalar(value):
+        if node.op in ("call_function", "call_method") and not is_scalar(value):
             operands = map_arg((node.args, dict(node.kwargs)), lambda arg: _operand(arg, numbers))
             numbers[node] = len(calls)
             calls.append((node.op, str(node.target), repr(_plain(operands)), _shapes(value)))
@@ -36,7 +37,7 @@ def signature(gm: GraphModule) -> Signature:
 def _operand(node: Node, numbers: dict[Node, int]) -> Any:
     """A size as the number it is for one token, a tensor as the number of the call that made it."""
     value = _torch.example_value(node)
-    if _is_scalar(value):
+    if is_scalar(value):
         return _at_one(value)
     return f"call {numbers[node]}" if node in numbers else _torch.placeholder_source(node)[0]
 
@@ -50,12 +51,6 @@ def _plain(operands: Any) -> Any:
     if isinstance(operands, slice):
         return "slice", _plain((operands.start, operands.stop, operands.step))
     return str(operands)
-
-
-def _is_scalar(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return bool(value) and all(map(_is_scalar, value))
-    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _shapes(value: Any) -> Any:

@@ -70,6 +70,13 @@ def substitute(expr: sympy.Basic, sizes: Sizes) -> sympy.Basic:
     return expr.xreplace({symbol: sympy.Integer(value) for symbol, value in sizes.items()})
 
 
+def is_scalar(value: Any) -> bool:
+    """Integers, sizes, symbolic floats and booleans, and tuples of them."""
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(map(is_scalar, value))
+    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
 def overwrite(destination: Tensor, source: Tensor) -> None:
     """`destination.copy_(source)`, where `destination` may be expanded (a dimension of stride 0).
 

@@ -26,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from piecewise_graph import _torch
-from piecewise_graph.shapes import TensorSpec
+from piecewise_graph.shapes import TensorSpec, is_scalar
 from piecewise_graph.split_graph import Input, OpCall, OpStep, Ref, SegmentStep, Size, SplitGraph, Step
 from piecewise_graph.splitting_ops import leaked_op, may_write, op_overload, splitting_op_of
 
@@ -83,13 +83,7 @@ def _group_nodes(gm: GraphModule) -> tuple[list[_Group], dict[Node, _Group]]:
 
 def _is_scalar(node: Node) -> bool:
     """Integers, sizes, symbolic floats and booleans, and tuples of them: no segment owns them."""
-    return _scalars_only(_torch.example_value(node))
-
-
-def _scalars_only(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return bool(value) and all(_scalars_only(item) for item in value)
-    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+    return is_scalar(_torch.example_value(node))
 
 
 def _is_element(node: Node) -> bool:
