@@ -1,0 +1,82 @@
+"""What can go wrong in the attention op and the paged cache: what happened, where, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from piecewise_graph.errors import PiecewiseError
+
+
+class AttentionError(PiecewiseError, ValueError):
+    """An attention call that its implementation, or any, cannot serve as it was asked."""
+
+    @classmethod
+    def no_batch(cls) -> AttentionError:
+        return cls(
+            "piecewise::attention ran without knowing its batch: the forward context has no field 'attention'.",
+            "surround the forward by `with pg.forward_context(attention=batch):`, where batch is an AttentionBatch; "
+            "or pass cu_seqlens= there for packed sequences without a KV cache.",
+        )
+
+    @classmethod
+    def unknown(cls, name: str, known: Sequence[str]) -> AttentionError:
+        return cls(f"no attention implementation is named {name!r}.", f"choose one of {', '.join(known)}.")
+
+    @classmethod
+    def not_installed(cls, name: str, why: str, able: Sequence[str]) -> AttentionError:
+        return cls(f"attention implementation {name!r} is not usable here: {why}.", _others(able))
+
+    @classmethod
+    def incapable(cls, name: str, lacks: str, able: Sequence[str]) -> AttentionError:
+        return cls(f"attention implementation {name!r} cannot serve this call: {lacks}.", _others(able))
+
+    @classmethod
+    def bad_batch(cls, what: str, remedy: str) -> AttentionError:
+        return cls(f"this AttentionBatch cannot be right: {what}.", remedy)
+
+    @classmethod
+    def too_few_rows(cls, rows: int, batch: int) -> AttentionError:
+        return cls(
+            f"the batch describes {batch} tokens, but the model was called with {rows}.",
+            "build the batch from the same requests as input_ids; one row per token.",
+        )
+
+    @classmethod
+    def unsupported_model(cls, what: str) -> AttentionError:
+        return cls(
+            f"this model asks its attention for {what}, which piecewise::attention does not do.",
+            "load it with attn_implementation='sdpa'; the backend splits and captures that too.",
+        )
+
+
+class CacheError(PiecewiseError):
+    """The paged KV cache cannot hold what was asked; nothing was changed."""
+
+    @classmethod
+    def no_pages(cls, wanted: int, free: int, total: int, page_size: int) -> CacheError:
+        return cls(
+            f"{wanted} more pages of {page_size} tokens are wanted, {free} of {total} are free.",
+            "close finished requests first, admit fewer at a time, or make the cache larger (num_pages).",
+        )
+
+    @classmethod
+    def no_slots(cls, total: int) -> CacheError:
+        return cls(
+            f"all {total} request slots are taken.",
+            "close a finished request first, or raise max_requests.",
+        )
+
+    @classmethod
+    def too_long(cls, slot: int, tokens: int, limit: int) -> CacheError:
+        return cls(
+            f"request slot {slot} would hold {tokens} tokens; a row of the block table has room for {limit}.",
+            "raise max_seq_len of the RequestTable, or stop the request earlier.",
+        )
+
+    @classmethod
+    def not_open(cls, slot: int) -> CacheError:
+        return cls(f"request slot {slot} is not open.", "use the slot that open() returned, until close().")
+
+
+def _others(able: Sequence[str]) -> str:
+    return f"use {' or '.join(able)}." if able else "no implementation that is usable here can do this."

@@ -1,0 +1,188 @@
+"""A paged KV cache, and the table that says which pages a request owns.
+
+Note [The sink]
+Page 0 and request slot 0 belong to nobody. Padded rows of a batch write their K and V to slot 0 of page 0, and
+padded requests look up row 0 of the table, whose pages are all 0: whatever they do, no request notices.
+
+Note [No host-device synchronisation]
+Which pages are free is known on the host alone. What the device has to know, the rows of the block table, is
+sent by `flush` as one copy from pinned memory and one scatter, ordered by the stream like every kernel that
+reads it. A closed request's pages may be handed out at once: the kernels of the next owner come later in the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import CacheError
+
+SINK_SLOT = 0
+
+
+class PagedKVCache:
+    """K and V of every layer, in pages.
+
+    Attributes:
+        k, v: per layer `[num_pages, page_size, kv_heads, head_dim]`. Slot s of a layer is row
+            `s % page_size` of page `s // page_size`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        shape = (num_layers, 2, num_pages, page_size, kv_heads, head_dim)
+        storage = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = tuple(layer[0] for layer in storage)
+        self.v = tuple(layer[1] for layer in storage)
+        self.num_pages, self.page_size = num_pages, page_size
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.dtype, self.device = dtype, storage.device
+
+    @classmethod
+    def for_model(
+        cls, config: Any, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> PagedKVCache:
+        """A cache for a transformers model, from its `config`."""
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(
+            num_layers=config.num_hidden_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.k)
+
+
+class RequestTable:
+    """Which pages each request owns; slot and page 0 are the sink.
+
+    Args:
+        num_pages: of the cache, the sink included.
+        max_requests: open at the same time.
+        max_seq_len: tokens that one request may hold.
+
+    Attributes:
+        block_table: int32 `[max_requests + 1, max_pages]` on the device; row r lists the pages of request slot
+            r in order, 0 where it has none. With a page size of 1 its entries are cache slots: the table that
+            SGLang calls `req_to_token`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_requests: int,
+        max_seq_len: int,
+        device: torch.device | str,
+    ) -> None:
+        self.page_size, self.max_requests = page_size, max_requests
+        self.max_pages = -(-max_seq_len // page_size)
+        self.total_pages = num_pages - 1
+        self.block_table = torch.zeros(max_requests + 1, self.max_pages, dtype=torch.int32, device=device)
+        self._free_pages = list(range(num_pages - 1, 0, -1))
+        self._free_slots = list(range(max_requests, 0, -1))
+        self._pages: dict[int, list[int]] = {}
+        self._unsent: dict[int, int] = {}  # flat index into block_table -> page
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free_pages)
+
+    @property
+    def open_slots(self) -> tuple[int, ...]:
+        return tuple(self._pages)
+
+    def capacity(self, slot: int) -> int:
+        """Tokens that the pages of `slot` hold."""
+        return len(self._owned(slot)) * self.page_size
+
+    def open(self) -> int:
+        """A request slot without pages.
+
+        Raises:
+            CacheError: all are taken.
+        """
+        if not self._free_slots:
+            raise CacheError.no_slots(self.max_requests)
+        slot = self._free_slots.pop()
+        self._pages[slot] = []
+        return slot
+
+    def reserve(self, tokens: Mapping[int, int]) -> None:
+        """Make room for `tokens[slot]` tokens in all, for every slot named, or change nothing.
+
+        Raises:
+            CacheError: too few pages are free, or a request outgrows its row.
+        """
+        wanted: dict[int, int] = {}
+        for slot, count in tokens.items():
+            if count > self.max_pages * self.page_size:
+                raise CacheError.too_long(slot, count, self.max_pages * self.page_size)
+            wanted[slot] = max(-(-count // self.page_size) - len(self._owned(slot)), 0)
+        total = sum(wanted.values())
+        if total > self.free_pages:
+            raise CacheError.no_pages(total, self.free_pages, self.total_pages, self.page_size)
+        for slot, count in wanted.items():
+            for _ in range(count):
+                self._append(slot, self._free_pages.pop())
+
+    def close(self, slot: int) -> None:
+        """Give back the pages and the slot of a finished request."""
+        pages = self._owned(slot)
+        row = slot * self.max_pages
+        self._unsent.update((row + index, 0) for index in range(len(pages)))
+        self._free_pages.extend(reversed(pages))
+        del self._pages[slot]
+        self._free_slots.append(slot)
+
+    def flush(self) -> None:
+        """Send what changed to the device, without waiting. Call it before the batch that needs it."""
+        if not self._unsent:
+            return
+        changes = torch.tensor([list(self._unsent), list(self._unsent.values())], dtype=torch.int64)
+        self._unsent = {}
+        index, pages = to_device(changes, self.block_table.device)
+        self.block_table.view(-1).index_put_((index,), pages.to(torch.int32))
+
+    def _append(self, slot: int, page: int) -> None:
+        pages = self._pages[slot]
+        self._unsent[slot * self.max_pages + len(pages)] = page
+        pages.append(page)
+
+    def _owned(self, slot: int) -> list[int]:
+        if slot not in self._pages:
+            raise CacheError.not_open(slot)
+        return self._pages[slot]
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Copy without waiting; torch keeps the pinned source until the copy is done."""
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def device_ints(values: Sequence[int], device: torch.device) -> Tensor:
+    """int32 `[len(values)]` on the device, sent without waiting."""
+    return to_device(torch.tensor(values, dtype=torch.int32), device)
