@@ -13,8 +13,8 @@ class AttentionError(PiecewiseError, ValueError):
     @classmethod
     def no_batch(cls) -> AttentionError:
         return cls(
-            "piecewise::attention ran without knowing its batch: the forward context has no field 'attention'.",
-            "surround the forward by `with pg.forward_context(attention=batch):`, where batch is an AttentionBatch; "
+            "piecewise::attention does not know its batch: the forward context has no field 'attention'.",
+            "surround the forward by `with pg.forward_context(attention=batch):`, batch an AttentionBatch; "
             "or pass cu_seqlens= there for packed sequences without a KV cache.",
         )
 

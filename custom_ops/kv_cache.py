@@ -1,13 +1,14 @@
 """A paged KV cache, and the table that says which pages a request owns.
 
 Note [The sink]
-Page 0 and request slot 0 belong to nobody. Padded rows of a batch write their K and V to slot 0 of page 0, and
-padded requests look up row 0 of the table, whose pages are all 0: whatever they do, no request notices.
+Page 0 and request slot 0 belong to nobody. Padded rows of a batch write their K and V to slot 0 of page 0,
+and padded requests look up row 0 of the table, whose pages are all 0: whatever they do, no request notices.
 
 Note [No host-device synchronisation]
 Which pages are free is known on the host alone. What the device has to know, the rows of the block table, is
 sent by `flush` as one copy from pinned memory and one scatter, ordered by the stream like every kernel that
-reads it. A closed request's pages may be handed out at once: the kernels of the next owner come later in the stream.
+reads it. A closed request's pages may be handed out at once: the kernels of the next owner come later in the
+stream.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class RequestTable:
         max_seq_len: tokens that one request may hold.
 
     Attributes:
-        block_table: int32 `[max_requests + 1, max_pages]` on the device; row r lists the pages of request slot
+        block_table: int32 `[max_requests + 1, max_pages]` on the device; row r lists the pages of request
+        slot
             r in order, 0 where it has none. With a page size of 1 its entries are cache slots: the table that
             SGLang calls `req_to_token`.
     """

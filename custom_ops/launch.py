@@ -4,8 +4,8 @@ Note [Bound launches]
 `kernel[grid](...)` looks at every argument on every call to find its compiled variant: 14 to 20 us. A serving
 loop launches one variant with the same addresses over and over. So a `Launcher` finds the variant once, and
 `bind` fixes grid and addresses; what is left per launch is one call of Triton's own C launcher.
-A variant is specialised for pointers that are multiples of 16 bytes or not, and never on the values of integers.
-The interpreter (TRITON_INTERPRET=1) has no variants; there a bound launch is the plain call.
+A variant is specialised for pointers that are multiples of 16 bytes or not, and never on the values of
+integers. The interpreter (TRITON_INTERPRET=1) has no variants; there a bound launch is the plain call.
 """
 
 from __future__ import annotations

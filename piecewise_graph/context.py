@@ -3,11 +3,16 @@
 A compiled graph fixes the arguments of its ops, but an attention op needs per-batch metadata (lengths,
 block tables, masks). The caller puts it here around the forward; the op reads it when it runs.
 Frozen and scoped: one batch, one context, no nesting, nothing left behind by an exception.
+
+Two fields are the core's own. `full_graph=True` asks for the forward as one graph, splitting ops included
+(FULL mode), and `graph_key` names what else than the token count tells such graphs apart (query length per
+request, LoRA on or off). What a captured op reads from the context is captured with it: a full graph is
+replayed only under the very objects that it was captured with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -17,12 +22,22 @@ from piecewise_graph.errors import ContextError
 
 
 class ForwardContext:
-    """Read-only fields of one batch, as attributes."""
+    """Read-only fields of one batch, as attributes.
 
-    __slots__ = ("_fields",)
+    Attributes:
+        full_graph: the caller wants FULL mode.
+        graph_key: hashable; graphs of one bucket and different keys are captured apart.
+    """
 
-    def __init__(self, fields: dict[str, Any]) -> None:
+    __slots__ = ("_fields", "full_graph", "graph_key")
+
+    full_graph: bool
+    graph_key: Hashable
+
+    def __init__(self, fields: dict[str, Any], full_graph: bool = False, graph_key: Hashable = None) -> None:
         object.__setattr__(self, "_fields", MappingProxyType(dict(fields)))
+        object.__setattr__(self, "full_graph", full_graph)
+        object.__setattr__(self, "graph_key", graph_key)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -36,21 +51,34 @@ class ForwardContext:
     def get(self, name: str, default: Any = None) -> Any:
         return self._fields.get(name, default)
 
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """All fields but the core's own."""
+        return self._fields
+
 
 _EMPTY = ForwardContext({})
 _current: ContextVar[ForwardContext] = ContextVar("piecewise_forward_context", default=_EMPTY)
 
 
 @contextmanager
-def forward_context(**fields: Any) -> Iterator[ForwardContext]:
+def forward_context(
+    *, full_graph: bool = False, graph_key: Hashable = None, **fields: Any
+) -> Iterator[ForwardContext]:
     """Make `fields` visible to splitting ops inside the `with` block.
+
+    Args:
+        full_graph: run the forward as one graph where every splitting op of the model may be captured.
+        graph_key: what tells full graphs of one token count apart.
+        fields: whatever the ops read. Under `full_graph`, tensors and objects that hold tensors have to be
+            the same objects at every replay of a bucket and key; write into them in place.
 
     Raises:
         ContextError: if a forward context is active already.
     """
     if _current.get() is not _EMPTY:
         raise ContextError.nested()
-    token = _current.set(ForwardContext(fields))
+    token = _current.set(ForwardContext(fields, full_graph, graph_key))
     try:
         yield _current.get()
     finally:

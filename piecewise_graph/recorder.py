@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -241,7 +242,8 @@ class _Recording:
 
     def _ops(self, step: OpStep) -> None:
         for call in step.calls:
-            self._late(LateCall(call.target, call.args, call.kwargs, call.outputs, call.op.padded))
+            op = call.op
+            self._late(LateCall(call.target, call.args, call.kwargs, call.outputs, op.padded, op.bind))
 
     def _late(self, late: LateCall) -> None:
         """Give its results buffers that the graphs after it can read, those that are read at all."""
@@ -251,7 +253,7 @@ class _Recording:
             assert spec is not None
             layout = spec.shape_at(self.sizes), spec.stride_at(self.sizes), spec.storage_numel(self.sizes)
             self.values[slot] = self.borrowed[slot] = self.buffers.take(spec, *layout)
-        self.entries.append(LateCall(late.target, late.args, late.kwargs, read, late.padded))
+        self.entries.append(replace(late, outputs=read))
 
     def _let_go(self, index: int) -> None:
         for slot in self.program.dying_at(index):

@@ -32,24 +32,36 @@ class SplittingOp:
         name: "namespace::name".
         padded: the op wants the bucket's full size and handles padded rows itself.
         capturable: it may also be captured, where a forward context allows it (implies `padded`).
+        bind: the op's arguments -> a call of no arguments that does the same, made once per bucket and
+            token count; it saves the dispatcher and whatever depends on the arguments alone.
     """
 
     name: str
     padded: bool = False
     capturable: bool = False
+    bind: Callable[..., Callable[[], Any]] | None = None
 
 
 _registry: dict[str, SplittingOp] = {}
 _builtins: dict[Callable[..., Any], str] = {}
 
 
-def register_splitting_op(name: str, *, padded: bool = False, capturable: bool = False) -> SplittingOp:
+def register_splitting_op(
+    name: str,
+    *,
+    padded: bool = False,
+    capturable: bool = False,
+    bind: Callable[..., Callable[[], Any]] | None = None,
+) -> SplittingOp:
     """Cut graphs at `name` from the next trace on.
 
     Args:
         name: "namespace::name" of an op that torch knows already.
         padded: call it with padded rows (it has to keep them harmless itself).
-        capturable: allow it inside a captured graph; implies `padded`.
+        capturable: allow it inside a captured graph, where the forward context says `full_graph=True`;
+            implies `padded`.
+        bind: called with the op's arguments once per bucket and token count; returns a call of no
+            arguments that replays make instead of the op. For ops whose dispatch is worth saving.
 
     Raises:
         SplittingOpError: unknown op, or a schema that cannot be true.
@@ -57,7 +69,7 @@ def register_splitting_op(name: str, *, padded: bool = False, capturable: bool =
     packet = _resolve(name)
     for overload in packet.overloads():
         _check_schema(name, getattr(packet, overload)._schema)
-    op = SplittingOp(name, padded or capturable, capturable)
+    op = SplittingOp(name, padded or capturable, capturable, bind)
     _registry[name] = op
     _builtins.update(dict.fromkeys(_python_callables(name), name))
     return op

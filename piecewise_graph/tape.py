@@ -30,6 +30,7 @@ class LateCall:
         target: called as `target(*args, **kwargs)`; Ref and Size stand nested in both.
         outputs: (index into the result or None, slot of the buffer that it is copied to).
         padded: it takes the bucket's full size.
+        bind: see SplittingOp.
     """
 
     target: Callable[..., Any]
@@ -37,6 +38,7 @@ class LateCall:
     kwargs: dict[str, Any]
     outputs: tuple[tuple[int | None, int], ...]
     padded: bool
+    bind: Callable[..., Call] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ class ReplayTape:
         def bound(item: Ref | Size) -> Any:
             return self._view(item.slot, size) if isinstance(item, Ref) else self._integer(item, size)
 
-        call = partial(late.target, *resolve(late.args, bound), **resolve(late.kwargs, bound))
+        args, kwargs = resolve(late.args, bound), resolve(late.kwargs, bound)
+        call = late.bind(*args, **kwargs) if late.bind else partial(late.target, *args, **kwargs)
         if not late.outputs:
             return call
         return partial(

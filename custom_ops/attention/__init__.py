@@ -1,9 +1,11 @@
-"""`torch.ops.piecewise.attention`: out-style causal attention; importing this registers it to split at."""
+"""`torch.ops.piecewise.attention`: attention over a paged KV cache; importing this registers it."""
 
 from piecewise_graph import register_splitting_op
 
+from .batch import AttentionBatch as AttentionBatch
 from .ops import attention as attention
+from .ops import bind
 
-register_splitting_op("piecewise::attention")
+register_splitting_op("piecewise::attention", capturable=True, bind=bind)
 
-__all__ = ["attention"]
+__all__ = ["AttentionBatch", "attention"]

@@ -1,43 +1,129 @@
 """Schema, fake and dispatch of `piecewise::attention`. Needs torch only; kernels live elsewhere.
 
 Defined through `torch.library.Library` and not through `torch.library.custom_op`, whose Python wrapper
-costs several times the dispatch of a plain op on every call.
+costs several times the dispatch of a plain op on every call. On the steady path not even that is paid: a tape
+calls what `bind` returned.
+
+The op also writes K and V into the cache of the forward context. Its schema does not say so, because the
+cache is none of its arguments: to a graph it is the world outside, which only this op touches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from .reference import packed_causal_attention
+from piecewise_graph.context import get_forward_context
+
+from ..errors import AttentionError
+from .call import AttentionCall
+from .packed import attend_packed
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
-_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, float scale) -> ()")
-_library.impl("attention", packed_causal_attention, "CompositeExplicitAutograd")
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int layer, float scale, "
+    'int? window=None, float? softcap=None, str implementation="auto") -> ()'
+)
+
+
+def bind(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    layer: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str = "auto",
+) -> Callable[[], None]:
+    """The op with its arguments fixed; what is left to each call is the batch of the forward context."""
+    call = AttentionCall(q, k, v, out, layer, scale, window, softcap, implementation)
+
+    def run() -> None:
+        context = get_forward_context()
+        batch = context.get("attention")
+        if batch is not None:
+            batch.run(call, captured=context.full_graph)
+            return
+        cu_seqlens = context.get("cu_seqlens")
+        if cu_seqlens is None:
+            raise AttentionError.no_batch()
+        attend_packed(call, cu_seqlens)
+
+    return run
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    layer: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str = "auto",
+) -> None:
+    bind(q, k, v, out, layer, scale, window, softcap, implementation)()
+
+
+_library.impl("attention", _attention, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("piecewise::attention", lib=_library)
-def _(q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float) -> None:
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    layer: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str = "auto",
+) -> None:
     """It returns nothing, and `out` has its layout already."""
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-    """Causal attention over the tokens of one batch, to be called from a model's forward.
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layer: int = 0,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str = "auto",
+) -> Tensor:
+    """Causal (or tree) attention of a batch over a paged KV cache, to be called from a model's forward.
 
-    The result is allocated here, so that a captured graph allocates it and the op writes into it.
+    The result is allocated here, so that a captured graph allocates it and the op writes into it. K and V are
+    written to the cache first.
 
     Args:
-        q: `[num_tokens, heads, head_dim]`.
+        q: `[num_tokens, heads, head_dim]`, the rows of the batch's requests one after another.
         k, v: `[num_tokens, kv_heads, head_dim]`, heads a multiple of kv_heads.
+        layer: which layer of the cache.
         scale: factor of the scores, None = head_dim ** -0.5.
+        window: a token sees itself and `window - 1` tokens before it; None = all.
+        softcap: bound of the scores, `softcap * tanh(score / softcap)`; None = unbounded.
+        implementation: "torch", "triton", "flashinfer", "flash_attn", or "auto": the fastest that can.
 
     Returns:
         `[num_tokens, heads, head_dim]`, dtype and device of `q`.
 
-    Sequences of the batch are packed one after another; where they begin is read from the forward context:
-    `pg.forward_context(cu_seqlens=...)`, int32 `[sequences + 1]`, from 0 to num_tokens. Without it, the
-    batch is one sequence.
+    The batch comes from the forward context: `pg.forward_context(attention=AttentionBatch(...))`. Instead,
+    `pg.forward_context(cu_seqlens=...)`, int32 `[sequences + 1]` from 0 to num_tokens, means packed sequences
+    that have no cache.
+
+    Raises:
+        AttentionError: neither is there, or the implementation cannot do what is asked.
     """
     out = torch.empty_like(q)
-    torch.ops.piecewise.attention(q, k, v, out, q.shape[-1] ** -0.5 if scale is None else scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    torch.ops.piecewise.attention(q, k, v, out, layer, scale, window, softcap, implementation)
     return out

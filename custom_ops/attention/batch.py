@@ -1,0 +1,136 @@
+"""AttentionBatch: what one batch's attention calls read from the forward context.
+
+Note [Three parts]
+The work around an attention call is of three kinds, and an implementation says where each of its steps
+belongs:
+
+1. once per batch, on the host: build an `AttentionBatch` (`RequestTable.flush`, lengths to the device).
+2. once per batch, outside of any graph: `Mode.prepare`. Choosing grids and workspaces; FlashInfer's plan.
+3. in every call, inside a graph where there is one: `Mode.attend`. Device only; no `.item()`, no `.cpu()`.
+
+What a captured call reads has to stay where it is: a full graph is captured with one batch object, and
+replayed under the same object, whose tensors the caller (or a metadata kernel) writes in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..errors import AttentionError
+from ..kv_cache import PagedKVCache
+from .call import AttentionCall, Traits
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBatch:
+    """The requests of one batch: their tokens stand one request after another, one row per token.
+
+    Attributes:
+        kv_cache: where K and V are read and written.
+        block_table: int32 `[requests, max_pages]`, the pages of each request in order.
+        seq_lens: int32 `[requests]`, tokens of each request with this batch's; 0 for a padded request.
+        qo_indptr: int32 `[requests + 1]`, the first row of each request, then the number of live rows.
+        slot_mapping: int32 `[num_tokens]`, the cache slot to which each row's K and V go; padded rows name
+        the
+            sink (slot 0).
+        max_query_len: upper bound of the rows of one request.
+        max_seq_len: upper bound of `seq_lens`, in a captured graph for all its replays.
+        query_len: where every request has the same number of rows, padded ones included: that number.
+        tree_mask: bool `[requests, max_query_len, width]`: which of a request's last `width` tokens each of
+        its
+            rows sees (its own row and its ancestors); all before them are seen. None = causal.
+        host_query_lens, host_seq_lens: the same lengths on the host, for implementations that plan there.
+
+    Raises:
+        AttentionError: shapes or dtypes that cannot belong together.
+    """
+
+    kv_cache: PagedKVCache
+    block_table: Tensor
+    seq_lens: Tensor
+    qo_indptr: Tensor
+    slot_mapping: Tensor
+    max_query_len: int
+    max_seq_len: int
+    query_len: int | None = None
+    tree_mask: Tensor | None = None
+    host_query_lens: tuple[int, ...] | None = None
+    host_seq_lens: tuple[int, ...] | None = None
+    _runs: dict[tuple[Traits, bool], Callable[[AttentionCall], None]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        for what, remedy in self._faults():
+            raise AttentionError.bad_batch(what, remedy)
+
+    @property
+    def num_requests(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows that the batch describes, padded requests' included."""
+        return self.slot_mapping.shape[0]
+
+    def run(self, call: AttentionCall, *, captured: bool) -> None:
+        """Serve one attention call with the implementation that it asks for.
+
+        Args:
+            captured: the call is, or will be, part of a graph.
+        """
+        attend = self._runs.get((call.traits, captured))
+        if attend is None:
+            attend = self._choose(call, captured)
+        attend(call)
+
+    def _choose(self, call: AttentionCall, captured: bool) -> Callable[[AttentionCall], None]:
+        from .implementations import choose
+
+        if call.q.shape[0] < self.num_tokens:
+            raise AttentionError.too_few_rows(call.q.shape[0], self.num_tokens)
+        mode = choose(call, self, captured)
+        attend = partial(mode.attend, self, mode.prepare(self, call))
+        self._runs[call.traits, captured] = attend
+        return attend
+
+    def _faults(self) -> list[tuple[str, str]]:
+        requests = self.seq_lens.shape[0]
+        expected = {
+            "block_table": (requests, self.block_table.shape[-1]),
+            "seq_lens": (requests,),
+            "qo_indptr": (requests + 1,),
+            "slot_mapping": (self.slot_mapping.shape[0],),
+        }
+        faults = []
+        for name, shape in expected.items():
+            tensor = getattr(self, name)
+            if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape:
+                found = f"{name} is {tensor.dtype} {tuple(tensor.shape)}"
+                faults.append((found, f"pass int32 {shape}, as seq_lens names {requests} requests"))
+        if self.query_len is not None and self.num_tokens != requests * self.query_len:
+            what = f"{requests} requests of {self.query_len} rows each, and {self.num_tokens} slots"
+            faults.append((what, "pass one slot per row, padded requests' rows included"))
+        if self.query_len is not None and self.max_query_len != self.query_len:
+            faults.append(
+                (f"query_len={self.query_len}, max_query_len={self.max_query_len}", "make them equal")
+            )
+        if self.tree_mask is not None and not _mask_fits(self.tree_mask, requests, self.max_query_len):
+            what = f"tree_mask is {self.tree_mask.dtype} {tuple(self.tree_mask.shape)}"
+            rows = self.max_query_len
+            faults.append((what, f"pass bool [{requests}, {rows}, width], width at least {rows}"))
+        return faults
+
+
+def _mask_fits(mask: Tensor, requests: int, rows: int) -> bool:
+    return (
+        mask.dtype == torch.bool
+        and mask.dim() == 3
+        and mask.shape[:2] == (requests, rows)
+        and mask.shape[2] >= rows
+    )

@@ -1,0 +1,65 @@
+"""AttentionCall: one attention call of a model, as every implementation gets it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """The arguments of one `piecewise::attention`.
+
+    Attributes:
+        q: `[rows, heads, head_dim]`; rows past the batch's tokens are padding.
+        k, v: `[rows, kv_heads, head_dim]`, what the batch's tokens add to the cache.
+        out: as `q`; written for the batch's tokens.
+        layer: index into the KV cache.
+        scale: factor of the scores.
+        window: a token sees itself and the `window - 1` tokens before it; None = all of them.
+        softcap: scores become `softcap * tanh(score / softcap)`; None = as they are.
+        memo: an implementation's own, for what depends on this call alone.
+
+    In a captured model the same call object comes back with every batch.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    layer: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    implementation: str = "auto"
+    memo: dict[Any, Any] = field(default_factory=dict)
+    traits: Traits = field(init=False)
+
+    def __post_init__(self) -> None:
+        heads, head_dim = self.q.shape[1:]
+        kv_heads = self.k.shape[1]
+        traits = Traits(
+            self.implementation, self.q.device.type, self.q.dtype, heads, kv_heads, head_dim,
+            self.window, self.softcap,
+        )  # fmt: skip
+        object.__setattr__(self, "traits", traits)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What decides whether an implementation can serve a call; equal for most layers of a model."""
+
+    implementation: str
+    device: str
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    softcap: float | None
+
+    def __hash__(self) -> int:
+        return hash((self.implementation, self.window, self.softcap, self.head_dim))

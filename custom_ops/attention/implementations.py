@@ -1,0 +1,168 @@
+"""Implementations by name: what each can do, and which one serves a call."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..errors import AttentionError
+from .batch import AttentionBatch
+from .call import AttentionCall
+
+# Fastest first: `auto` takes the first that can (benchmarks/results/bench_attention.json).
+NAMES = ("triton", "flash_attn", "flashinfer", "torch")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way in which an implementation serves batches.
+
+    Attributes:
+        devices, dtypes: what it runs on; None = any.
+        head_dims, page_sizes: those it has kernels for; None = any.
+        max_group: most query heads per KV head; None = any.
+        tree_mask, window, softcap: it can do these.
+        uniform: it needs the same number of rows from every request.
+        max_query_len: most rows of one request; None = any.
+        capturable: all of `attend` runs on the device and may be part of a graph.
+        host_lengths: `prepare` needs the lengths on the host.
+        prepare: `(batch, call) -> state`, once per batch, outside of graphs.
+        attend: `(batch, state, call)`, writes `call.out`, and K and V into the cache.
+    """
+
+    prepare: Callable[[AttentionBatch, AttentionCall], Any]
+    attend: Callable[[AttentionBatch, Any, AttentionCall], None]
+    devices: frozenset[str] | None = None
+    dtypes: frozenset[torch.dtype] | None = None
+    head_dims: frozenset[int] | None = None
+    page_sizes: frozenset[int] | None = None
+    max_group: int | None = None
+    max_query_len: int | None = None
+    tree_mask: bool = False
+    window: bool = False
+    softcap: bool = False
+    uniform: bool = False
+    capturable: bool = False
+    host_lengths: bool = False
+
+    def lacks(self, call: AttentionCall, batch: AttentionBatch, captured: bool) -> str | None:
+        """What the call asks for and this mode cannot do; None when it can."""
+        return next(self._lacking(call, batch, captured), None)
+
+    def _lacking(self, call: AttentionCall, batch: AttentionBatch, captured: bool) -> Iterator[str]:
+        traits, page_size = call.traits, batch.kv_cache.page_size
+        if self.devices is not None and traits.device not in self.devices:
+            yield f"it does not run on device type {traits.device!r}"
+        if self.dtypes is not None and traits.dtype not in self.dtypes:
+            yield f"it has no kernels for {traits.dtype}"
+        if self.head_dims is not None and traits.head_dim not in self.head_dims:
+            yield f"it has no kernels for head_dim {traits.head_dim}"
+        if self.page_sizes is not None and page_size not in self.page_sizes:
+            yield f"it does not read pages of {page_size} tokens"
+        if self.max_group is not None and traits.heads // traits.kv_heads > self.max_group:
+            yield f"it serves at most {self.max_group} query heads per KV head"
+        if batch.tree_mask is not None and not self.tree_mask:
+            yield "it has no tree mask"
+        if traits.window is not None and not self.window:
+            yield "it has no sliding window"
+        if traits.softcap is not None and not self.softcap:
+            yield "it has no soft cap"
+        if self.uniform and batch.query_len is None:
+            yield "it needs the same number of rows from every request (query_len)"
+        if self.max_query_len is not None and batch.max_query_len > self.max_query_len:
+            yield f"it serves at most {self.max_query_len} rows per request"
+        if captured and not self.capturable:
+            yield "it cannot be part of a full graph"
+        if self.host_lengths and batch.host_seq_lens is None:
+            yield "it plans on the host and the batch has no host_query_lens and host_seq_lens"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A name and its modes, the preferred one first.
+
+    Attributes:
+        missing: why it cannot be used on this machine, or None.
+    """
+
+    name: str
+    modes: tuple[Mode, ...]
+    missing: str | None = None
+
+
+def choose(call: AttentionCall, batch: AttentionBatch, captured: bool) -> Mode:
+    """The mode that serves `call`.
+
+    Raises:
+        AttentionError: the implementation asked for is unknown, missing or incapable; it names one that can.
+    """
+    _check_call(call, batch)
+    name = call.implementation
+    if name == "auto":
+        able = able_implementations(call, batch, captured)
+        if not able:
+            raise AttentionError.incapable(name, _fault(load("torch"), call, batch, captured) or "", ())
+        name = able[0]
+    elif name not in NAMES:
+        raise AttentionError.unknown(name, ("auto", *NAMES))
+    implementation = load(name)
+    if implementation.missing is not None:
+        able = able_implementations(call, batch, captured)
+        raise AttentionError.not_installed(name, implementation.missing, able)
+    for mode in implementation.modes:
+        if mode.lacks(call, batch, captured) is None:
+            return mode
+    fault = _fault(implementation, call, batch, captured)
+    raise AttentionError.incapable(name, fault or "", able_implementations(call, batch, captured))
+
+
+def able_implementations(call: AttentionCall, batch: AttentionBatch, captured: bool) -> tuple[str, ...]:
+    """Names of the implementations that can serve `call` here, fastest first."""
+    return tuple(
+        name
+        for name in NAMES
+        if load(name).missing is None
+        and any(mode.lacks(call, batch, captured) is None for mode in load(name).modes)
+    )
+
+
+@cache
+def load(name: str) -> Implementation:
+    """Import an implementation; a package that is not installed is a reason, not an error."""
+    try:
+        module = importlib.import_module(f".{name}", __package__)
+    except ImportError as error:
+        return Implementation(name, (), f"{error}")
+    return module.IMPLEMENTATION
+
+
+def _fault(
+    implementation: Implementation, call: AttentionCall, batch: AttentionBatch, captured: bool
+) -> str | None:
+    """What the mode that comes nearest lacks."""
+    faults = [list(mode._lacking(call, batch, captured)) for mode in implementation.modes]
+    fewest = sorted(faults, key=lambda lacks: (len(lacks), lacks))
+    return "; ".join(fewest[0]) if fewest else None
+
+
+def _check_call(call: AttentionCall, batch: AttentionBatch) -> None:
+    cache = batch.kv_cache
+    if (call.traits.kv_heads, call.traits.head_dim) != (cache.kv_heads, cache.head_dim):
+        found = f"{call.traits.kv_heads} KV heads of {call.traits.head_dim}"
+        what = f"the model has {found}, its KV cache {cache.kv_heads} of {cache.head_dim}"
+        raise AttentionError.bad_batch(what, "build the cache with PagedKVCache.for_model(model.config, ...)")
+    if not 0 <= call.layer < cache.num_layers:
+        what = f"layer {call.layer} of the model, and a KV cache of {cache.num_layers} layers"
+        raise AttentionError.bad_batch(what, "build the cache with PagedKVCache.for_model(model.config, ...)")
+    if call.k.dtype != cache.dtype:
+        what = f"the model computes {call.k.dtype}, its KV cache holds {cache.dtype}"
+        raise AttentionError.bad_batch(what, f"build the cache with dtype={call.k.dtype}")
+    window, mask = call.window, batch.tree_mask
+    if mask is not None and window is not None and window < mask.shape[2]:
+        what = f"a sliding window of {window} tokens and a tree mask of {mask.shape[2]}"
+        raise AttentionError.bad_batch(what, "keep draft trees smaller than the window")

@@ -1,0 +1,180 @@
+"""Random paged batches, and attention as a loop over tokens: what every implementation has to equal."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from piecewise_graph.custom_ops.attention import AttentionBatch
+from piecewise_graph.custom_ops.attention.call import AttentionCall
+from piecewise_graph.custom_ops.kv_cache import PagedKVCache
+
+WRONG = 777.0  # what cache slots hold that nobody may read: it would show in any result
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a random batch looks like; `lengths`: (tokens before, rows now) of each, (0, 0) = padded."""
+
+    lengths: tuple[tuple[int, int], ...]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    tree: bool = False  # every request has the same number of rows, seen as a random tree
+    uniform: bool = False  # padded requests have rows too (they stand in the batch, seq_len 0)
+    max_seq_len: int | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch with its call, and what was true before it."""
+
+    batch: AttentionBatch
+    call: AttentionCall
+    history: list[tuple[Tensor, Tensor]]  # per request K and V of the tokens before, float64
+    shape: Shape
+    before: tuple[Tensor, Tensor]
+
+
+def make_case(
+    shape: Shape, *, dtype: torch.dtype, device: torch.device, implementation: str, seed: int = 0
+) -> Case:
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    rows_each = max((rows for _, rows in shape.lengths), default=1)
+    uniform = shape.uniform or shape.tree
+    counts = [rows_each if uniform else rows for _, rows in shape.lengths]
+    num_tokens = sum(counts)
+    totals = [before + rows for before, rows in shape.lengths]
+    cache, pages = make_cache(totals, shape, dtype, device, rng)
+    slots: list[int] = []
+    for (before, rows), mine, count in zip(shape.lengths, pages, counts, strict=True):
+        at = [slot_of(mine, before + i, shape.page_size) for i in range(rows)]
+        slots += at + [0] * (count - rows)
+    q = random_rows(num_tokens, shape.heads, shape.head_dim, dtype, device)
+    k, v = (random_rows(num_tokens, shape.kv_heads, shape.head_dim, dtype, device) for _ in "kv")
+    history = []
+    for (before, _), mine in zip(shape.lengths, pages, strict=True):
+        known = [random_rows(before, shape.kv_heads, shape.head_dim, dtype, device) for _ in "kv"]
+        for cached, values in zip((cache.k[1], cache.v[1]), known, strict=True):
+            for token in range(before):
+                slot = slot_of(mine, token, shape.page_size)
+                cached[slot // shape.page_size, slot % shape.page_size] = values[token]
+        history.append((known[0].double().cpu(), known[1].double().cpu()))
+    width = max(map(len, pages), default=1) or 1
+    table = torch.tensor(
+        [mine + [0] * (width - len(mine)) for mine in pages], dtype=torch.int32, device=device
+    )
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    batch = AttentionBatch(
+        cache,
+        block_table=table,
+        seq_lens=torch.tensor(totals, dtype=torch.int32, device=device),
+        qo_indptr=starts.to(device, torch.int32),
+        slot_mapping=torch.tensor(slots, dtype=torch.int32, device=device),
+        max_query_len=max(rows_each, 1),
+        max_seq_len=shape.max_seq_len or max([*totals, 1]),
+        query_len=rows_each if uniform else None,
+        tree_mask=random_trees(shape, rows_each, rng).to(device) if shape.tree else None,
+        host_query_lens=tuple(counts),
+        host_seq_lens=tuple(totals),
+    )
+    out = torch.full_like(q, WRONG)
+    call = AttentionCall(q, k, v, out, 1, shape.head_dim**-0.5, shape.window, shape.softcap, implementation)
+    return Case(batch, call, history, shape, (cache.k[1].clone(), cache.v[1].clone()))
+
+
+def make_cache(
+    totals: list[int], shape: Shape, dtype: torch.dtype, device: torch.device, rng: random.Random
+) -> tuple[PagedKVCache, list[list[int]]]:
+    """A cache of two layers with scattered pages; layer 1 is used, and unused slots hold WRONG."""
+    needed = [-(-total // shape.page_size) for total in totals]
+    free = list(range(1, 2 + 2 * sum(needed)))
+    rng.shuffle(free)
+    pages = [[free.pop() for _ in range(count)] for count in needed]
+    cache = PagedKVCache(
+        num_layers=2, num_pages=2 + 2 * sum(needed), page_size=shape.page_size, kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim, dtype=dtype, device=device,
+    )  # fmt: skip
+    for cached in (*cache.k, *cache.v):
+        cached.fill_(WRONG)
+    return cache, pages
+
+
+def slot_of(pages: list[int], token: int, page_size: int) -> int:
+    return pages[token // page_size] * page_size + token % page_size
+
+
+def random_rows(rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(rows, heads, head_dim, device=device).to(dtype)
+
+
+def random_trees(shape: Shape, rows: int, rng: random.Random) -> Tensor:
+    """bool `[requests, rows, rows]`: node 0 is the root, each other's parent comes before it."""
+    mask = torch.zeros(len(shape.lengths), rows, rows, dtype=torch.bool)
+    for request in mask:
+        for node in range(rows):
+            if node:
+                request[node] = request[rng.randrange(node)]
+            request[node, node] = True
+    return mask
+
+
+def expected(case: Case) -> Tensor:
+    """Row by row, head by head, in float64 on the CPU."""
+    call, batch, shape = case.call, case.batch, case.shape
+    q, k, v = (x.double().cpu() for x in (call.q, call.k, call.v))
+    result = torch.zeros_like(q)
+    starts = batch.qo_indptr.tolist()
+    group = shape.heads // shape.kv_heads
+    for request, (before, rows) in enumerate(shape.lengths):
+        new = slice(starts[request], starts[request] + rows)
+        keys, values = (
+            torch.cat([old, fresh[new]]) for old, fresh in zip(case.history[request], (k, v), strict=True)
+        )
+        for i in range(rows):
+            seen = list(range(before + i + 1))
+            if batch.tree_mask is not None:
+                drawn = batch.tree_mask[request, i].tolist()
+                seen = [*range(before), *(before + j for j in range(rows) if drawn[j])]
+            seen = seen[-shape.window :] if shape.window else seen
+            for head in range(shape.heads):
+                scores = keys[seen, head // group] @ q[starts[request] + i, head] * call.scale
+                if shape.softcap:
+                    scores = shape.softcap * torch.tanh(scores / shape.softcap)
+                weights = torch.softmax(scores, 0)
+                result[starts[request] + i, head] = weights @ values[seen, head // group]
+    return result
+
+
+def check(case: Case, tolerance: float, *, captured: bool = False) -> None:
+    """Run the call and compare everything it may and may not have written."""
+    case.batch.run(case.call, captured=captured)
+    live = int(case.batch.qo_indptr[-1])
+    found, wanted = case.call.out[:live].double().cpu(), expected(case)[:live]
+    error = (found - wanted).norm() / wanted.norm().clamp(min=1e-9)
+    assert found.isfinite().all()
+    assert error < tolerance, f"relative error {error:.2e}"
+    check_cache(case)
+
+
+def check_cache(case: Case) -> None:
+    """Live rows are in the cache, everything else is as it was, the sink's page apart."""
+    cache, slots = case.batch.kv_cache, case.batch.slot_mapping.long()
+    written = slots[slots > 0]
+    rows = (slots > 0).nonzero().flatten()
+    for found, old, new in zip(
+        (cache.k[1], cache.v[1]), case.before, (case.call.k, case.call.v), strict=True
+    ):
+        wanted = old.clone().view(-1, *old.shape[2:])
+        wanted[written] = new[rows]
+        found = found.reshape(-1, *old.shape[2:])
+        assert torch.equal(found[cache.page_size :], wanted[cache.page_size :])
+    for other in (cache.k[0], cache.v[0]):
+        assert bool((other == WRONG).all()), "another layer was written"
