@@ -234,8 +234,8 @@ def _cut_rows(shape: Shape, compiled: Any, options: argparse.Namespace) -> list[
     """Graph by graph against one graph of the same segments, attention left out on both sides."""
     runtime = family_for(compiled).runtimes[0]  # type: ignore[union-attr]
     rows = []
-    for size in (s for s in (1, 8, 64, 512) if s in runtime.tapes):
-        tape = runtime.tapes[size].tape
+    for size in (s for s in (1, 8, 64, 512) if s in runtime.piecewise.tapes):
+        tape = runtime.piecewise.tapes[size].tape
         graphs = [entry for entry in tape.entries if not isinstance(entry, LateCall)]
         whole = _one_graph(tape, runtime.family.pool)
 

@@ -17,12 +17,13 @@ from piecewise_graph.errors import ConfigError, LeakWarning
 from piecewise_graph.family import FindFamily, all_families, family_of
 from piecewise_graph.per_model import per_model
 from piecewise_graph.program import Program, liveness
-from piecewise_graph.runtime import Runtime, WholeRuntime
+from piecewise_graph.runtime import Runtime
 from piecewise_graph.shapes import ShapeContract, relaxed_range
 from piecewise_graph.split_graph import Ref, SplitGraph, references
 from piecewise_graph.splitter import Unsplittable, split
 from piecewise_graph.splitting_ops import bind_arguments, written_arguments
 from piecewise_graph.telemetry import counters
+from piecewise_graph.whole import WholeRuntime
 
 
 def piecewise(

@@ -24,11 +24,30 @@ class Decision:
     Attributes:
         bucket: size to pad to; None when COMPILED.
         reason: why it is COMPILED; None otherwise.
+        full: the tape is one graph, splitting ops included (FULL mode); else one per segment (PIECEWISE).
+        not_full: why it is not, where the caller asked for it.
     """
 
     action: Action
     bucket: int | None = None
     reason: str | None = None
+    full: bool = False
+    not_full: str | None = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The tapes of one mode (and one key, in FULL mode).
+
+    Attributes:
+        proven: bucket -> whether its tape is proven to tolerate padding.
+        failed: bucket -> why its capture failed.
+        unpaddable: bucket -> why it serves its exact size only.
+    """
+
+    proven: Mapping[int, bool] = field(default_factory=dict)
+    failed: Mapping[int, str] = field(default_factory=dict)
+    unpaddable: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -37,20 +56,19 @@ class Situation:
 
     Attributes:
         sizes: the buckets, ascending.
-        captured: bucket -> whether its tape is proven to tolerate padding.
-        failed: bucket -> why its capture failed.
         may_capture: lazily, or because pg.capture is under way.
+        piecewise, full: what is captured in either mode; `full` is None where nobody asked for it.
         blocked: why no call of this trace can be replayed.
-        unpaddable: bucket -> why it serves its exact size only.
+        not_full: why no call of this trace can be one graph.
         invalid: buckets outside of the sizes that the trace is valid for.
     """
 
     sizes: Sequence[int]
-    captured: Mapping[int, bool]
-    failed: Mapping[int, str]
     may_capture: bool
+    piecewise: Captured = Captured()
+    full: Captured | None = None
     blocked: str | None = None
-    unpaddable: Mapping[int, str] = field(default_factory=dict)
+    not_full: str | None = None
     invalid: frozenset[int] = frozenset()
 
 
@@ -58,25 +76,43 @@ def decide(num_tokens: int, given: Situation) -> Decision:
     """Choose for a call of `num_tokens` tokens.
 
     The reasons, in the order in which they are tried: the trace's own (`blocked`), `no_tokens`,
-    `above_max_tokens`, why the trace cannot be padded, `bucket_outside_trace`, `capture_failed`,
-    `not_captured`.
+    `above_max_tokens`, `bucket_outside_trace`; then, per mode, why the trace cannot be padded,
+    `capture_failed`, `not_captured`. A call that asked for a full graph and cannot have one is decided
+    as a piecewise one.
     """
     if given.blocked:
-        return _compiled(given.blocked)
+        return Decision(Action.COMPILED, reason=given.blocked)
     if num_tokens == 0:
-        return _compiled("no_tokens")
+        return Decision(Action.COMPILED, reason="no_tokens")
     bucket = bucket_for(num_tokens, [size for size in given.sizes if size not in given.invalid])
     if bucket is None:
         above = num_tokens > max(given.sizes)
-        return _compiled("above_max_tokens" if above else "bucket_outside_trace")
-    if bucket in given.unpaddable and bucket != num_tokens:
-        return _compiled(given.unpaddable[bucket])
-    if bucket in given.failed:
-        return _compiled("capture_failed")
-    if bucket in given.captured and (given.captured[bucket] or bucket == num_tokens):
-        return Decision(Action.REPLAY, bucket)
-    return Decision(Action.CAPTURE, bucket) if given.may_capture else _compiled("not_captured")
+        return Decision(Action.COMPILED, reason="above_max_tokens" if above else "bucket_outside_trace")
+    if given.full is None:
+        return _decide_mode(num_tokens, bucket, given.piecewise, given.may_capture)
+    full = _decide_mode(num_tokens, bucket, given.full, given.may_capture, full=True)
+    not_full = given.not_full or full.reason
+    if not_full is None:
+        return full
+    return _decide_mode(num_tokens, bucket, given.piecewise, given.may_capture, not_full=not_full)
 
 
-def _compiled(reason: str) -> Decision:
-    return Decision(Action.COMPILED, None, reason)
+def _decide_mode(
+    num_tokens: int,
+    bucket: int,
+    captured: Captured,
+    may_capture: bool,
+    *,
+    full: bool = False,
+    not_full: str | None = None,
+) -> Decision:
+    def decided(action: Action, reason: str | None = None) -> Decision:
+        return Decision(action, None if reason else bucket, reason, full and not reason, not_full)
+
+    if bucket in captured.unpaddable and bucket != num_tokens:
+        return decided(Action.COMPILED, captured.unpaddable[bucket])
+    if bucket in captured.failed:
+        return decided(Action.COMPILED, "capture_failed")
+    if bucket in captured.proven and (captured.proven[bucket] or bucket == num_tokens):
+        return decided(Action.REPLAY)
+    return decided(Action.CAPTURE) if may_capture else decided(Action.COMPILED, "not_captured")

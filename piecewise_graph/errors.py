@@ -283,6 +283,15 @@ class ContextError(PiecewiseError):
             f"pass it: pg.forward_context({name}=...). It has: {', '.join(sorted(known)) or 'none'}.",
         )
 
+    @classmethod
+    def changed(cls, name: str, bucket: int, key: object) -> ContextError:
+        return cls(
+            f"the full graph of {bucket} tokens and graph_key={key!r} was captured with another "
+            f"{name!r} in the forward context; its replay would use the old one.",
+            "write new values into the captured object's tensors in place, pass another graph_key for "
+            "another object, or leave out full_graph=True.",
+        )
+
 
 class LeakWarning(UserWarning):
     """An attention-like or mutating op was left inside a segment and would be captured with it."""

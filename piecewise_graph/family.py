@@ -22,7 +22,8 @@ from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.graph_pool import GraphPool
 
 if TYPE_CHECKING:
-    from piecewise_graph.runtime import Runtime, WholeRuntime
+    from piecewise_graph.runtime import Runtime
+    from piecewise_graph.whole import WholeRuntime
 
     AnyRuntime: TypeAlias = Runtime | WholeRuntime
 

@@ -32,7 +32,7 @@ from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, TraceError
 from piecewise_graph.family import Family
 from piecewise_graph.one_token import Signature, signature
-from piecewise_graph.runtime import ShapeMiss, TracedOnly
+from piecewise_graph.signals import ShapeMiss, TracedOnly
 from piecewise_graph.telemetry import counters
 from piecewise_graph.token_dims import TokenDims
 

@@ -104,6 +104,26 @@ def warm_up(
     segment.run(*trial.padded(live, bucket, [_copies] * len(live)))
 
 
+def run_unpadded(
+    program: Program,
+    step: SegmentStep,
+    segment: CompiledSegment,
+    inputs: Sequence[Any],
+    num_tokens: int,
+    bucket: int,
+) -> list[Tensor]:
+    """Run a segment on the live rows of padded inputs, and pad its results with zeros."""
+    trial = _Trial(program, step, segment, num_tokens, bucket)
+    live = trial.narrowed(inputs)
+    results = segment.run(*trial.padded(live, num_tokens, [_copies] * len(live)))
+    padded = []
+    for spec, result in zip(trial.outputs, results, strict=True):
+        assert spec is not None
+        padded.append(spec.empty(program.sizes_at(bucket)).zero_())
+        overwrite(narrow(padded[-1], spec, program, num_tokens), result)
+    return padded
+
+
 def agree(want: Tensor, got: Tensor) -> bool:
     """Equal within rounding; what is not finite must be so in both."""
     if want.shape != got.shape or want.dtype not in TOLERANCE:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.family import FindFamily
-from piecewise_graph.runtime import Runtime, WholeRuntime
+from piecewise_graph.runtime import Runtime
+from piecewise_graph.whole import WholeRuntime
 
 Bound = Sequence[tuple[int, Tensor]]
 AnyRuntime = Runtime | WholeRuntime

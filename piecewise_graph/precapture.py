@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from piecewise_graph.context import forward_context
 from piecewise_graph.errors import CaptureError
 from piecewise_graph.family import Family
 from piecewise_graph.graph_pool import collector_off
 from piecewise_graph.lookup import family_for
 from piecewise_graph.runtime import Runtime
+from piecewise_graph.tape_set import Tape
 
 MakeInputs = Callable[[int], Any]
+MakeContext = Callable[[int], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,12 @@ class CaptureReport:
 
 
 def capture(
-    compiled: Any, make_inputs: MakeInputs, *, sizes: Sequence[int] | None = None, progress: bool = True
+    compiled: Any,
+    make_inputs: MakeInputs,
+    *,
+    sizes: Sequence[int] | None = None,
+    context: MakeContext | None = None,
+    progress: bool = True,
 ) -> CaptureReport:
     """Record a tape for each of `sizes`, largest first, so that smaller ones reuse its memory.
 
@@ -76,44 +85,45 @@ def capture(
         make_inputs: token count -> a call's arguments: a dict of keywords, a tuple, or one tensor. The
             model runs on them, so they have to be legal; ops with side effects (a KV cache) happen.
         sizes: token counts out of the capture sizes; None = all of them.
+        context: token count -> what pg.forward_context gets around the call; with `full_graph=True` among
+            it, full graphs are captured, for the objects that it holds.
         progress: show a progress bar.
 
     Raises:
         CaptureError: a size that is no capture size, inputs of another size, or nothing captured at all.
     """
     began = time.perf_counter()
+    call = partial(_call, compiled, make_inputs, context)
     family = family_for(compiled)
     allowed = family.config.sizes if family else None
     chosen = sorted(set(allowed or () if sizes is None else sizes), reverse=True)
     if family is None:
-        family, chosen = _traced_family(compiled, make_inputs, sizes)
+        family, chosen = _traced_family(call, sizes)
     if not chosen or not set(chosen) <= set(family.config.sizes):
         raise CaptureError.bad_sizes(sizes or [], family.config.sizes)
-    known = {id(entry) for runtime in _runtimes(family) for entry in runtime.tapes.values()}
-    _trace_dynamic(compiled, make_inputs, chosen, family)
+    known = {id(entry) for entry in _entries(family)}
+    _trace_dynamic(call, chosen, family)
     family.capturing = True
     try:
         with collector_off():
             for size in tqdm(chosen, desc="capturing", unit="bucket", disable=not progress, leave=False):
-                _call(compiled, make_inputs, size)
+                call(size)
     finally:
         family.capturing = None
     family.sealed = True
     return _report(family, chosen, known, time.perf_counter() - began)
 
 
-def _traced_family(
-    compiled: Any, make_inputs: MakeInputs, sizes: Sequence[int] | None
-) -> tuple[Family, list[int]]:
+def _traced_family(call: partial[None], sizes: Sequence[int] | None) -> tuple[Family, list[int]]:
     """Plain torch.compile tells its family only once it has been traced."""
-    _call(compiled, make_inputs, max(sizes) if sizes else 2)
-    family = family_for(compiled)
+    call(max(sizes) if sizes else 2)
+    family = family_for(call.args[0])
     if family is None:
         raise CaptureError.nothing_captured("the object has no piecewise trace after a call")
     return family, sorted(set(sizes or family.config.sizes), reverse=True)
 
 
-def _trace_dynamic(compiled: Any, make_inputs: MakeInputs, sizes: Sequence[int], family: Family) -> None:
+def _trace_dynamic(call: Callable[[int], None], sizes: Sequence[int], family: Family) -> None:
     """Let Dynamo find out that sizes vary before anything is captured.
 
     Plain torch.compile traces its first size as a constant, and would capture that trace for the largest
@@ -122,12 +132,15 @@ def _trace_dynamic(compiled: Any, make_inputs: MakeInputs, sizes: Sequence[int],
     family.capturing = False
     try:
         for size in sizes[:2]:
-            _call(compiled, make_inputs, size)
+            call(size)
     finally:
         family.capturing = None
 
 
-def _call(compiled: Any, make_inputs: MakeInputs, size: int) -> None:
+def _call(compiled: Any, make_inputs: MakeInputs, context: MakeContext | None, size: int) -> None:
+    if context is not None:
+        with forward_context(**context(size)):
+            return _call(compiled, make_inputs, None, size)
     inputs = make_inputs(size)
     if isinstance(inputs, dict):
         compiled(**inputs)
@@ -137,16 +150,28 @@ def _call(compiled: Any, make_inputs: MakeInputs, size: int) -> None:
         compiled(inputs)
     else:
         raise CaptureError.bad_inputs(size, f"a {type(inputs).__name__}")
+    return None
 
 
 def _runtimes(family: Family) -> list[Runtime]:
     return [runtime for runtime in family.runtimes if isinstance(runtime, Runtime)]
 
 
+def _entries(family: Family, size: int | None = None) -> list[Tape]:
+    """All tapes, or those of one bucket."""
+    return [
+        entry
+        for runtime in _runtimes(family)
+        for _, tapes in runtime.all_tapes()
+        for bucket, entry in tapes.tapes.items()
+        if size in (None, bucket)
+    ]
+
+
 def _report(family: Family, sizes: Sequence[int], known: set[int], seconds: float) -> CaptureReport:
     captured, failed = [], {}
     for size in sizes:
-        entries = [r.tapes[size] for r in _runtimes(family) if size in r.tapes]
+        entries = _entries(family, size)
         new = [entry for entry in entries if id(entry) not in known] or entries
         captured += [CapturedBucket(size, e.tape.graphs, e.graph_bytes, e.seconds) for e in new]
         if not entries:
@@ -160,7 +185,8 @@ def _report(family: Family, sizes: Sequence[int], known: set[int], seconds: floa
 def _why_not(family: Family, size: int) -> str:
     for runtime in family.runtimes:
         if isinstance(runtime, Runtime):
-            reason = runtime.failed.get(size) or runtime.decide(size).reason
+            failed = [tapes.failed[size] for _, tapes in runtime.all_tapes() if size in tapes.failed]
+            reason = failed[0] if failed else runtime.decide(size).reason
         else:
             reason = runtime.reason
         if reason and reason != "not_captured":

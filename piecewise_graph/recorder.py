@@ -16,7 +16,8 @@ pool, which the graphs keep mapped; and after, so that nobody else writes to it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +71,7 @@ def rehearse(
     def run_segment(step: SegmentStep, segment: CompiledSegment, inputs: list[Any]) -> Sequence[Tensor]:
         key = segment.key, bucket
         if probe is not None and key not in verdicts:
-            _prove(program, step, segment, inputs, probe, bucket, verdicts)
+            prove(program, step, segment, inputs, probe, bucket, verdicts)
         elif (
             num_tokens < bucket
             and segment.facts.computes
@@ -84,7 +85,7 @@ def rehearse(
     return run_steps(program, args, sizes, run_segment=run_segment, run_op=_watched_op if watch_ops else None)
 
 
-def _prove(
+def prove(
     program: Program,
     step: SegmentStep,
     segment: CompiledSegment,
@@ -158,15 +159,22 @@ def record(
         args: the call's arguments; only bound ones (weights) are used.
     """
     buffers.restart()
-    on_gpu = program.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(program.device)
-        _torch.clear_cublas_workspaces()
-    try:
+    with capturing(program):
         return _Recording(program, args, bucket, pool, inputs, buffers, verdicts).run()
+
+
+@contextmanager
+def capturing(program: Program) -> Iterator[None]:
+    """Surround the captures of one bucket (Note [cuBLAS workspaces])."""
+    if program.device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(program.device)
+    _torch.clear_cublas_workspaces()
+    try:
+        yield
     finally:
-        if on_gpu:
-            _torch.clear_cublas_workspaces()
+        _torch.clear_cublas_workspaces()
 
 
 class _Recording:
@@ -190,7 +198,7 @@ class _Recording:
         self.inputs, self.buffers, self.verdicts = inputs, buffers, verdicts
         self.sizes = program.sizes_at(bucket)
         self.unpaddable = unpaddable_reason(program, verdicts, bucket)
-        self.values = _input_values(program, args, bucket, inputs)
+        self.values = input_values(program, args, bucket, inputs)
         self.keep: list[Any] = list(self.values.values())
         self.owned: dict[int, Tensor] = {}
         self.borrowed: dict[int, Tensor] = {}
@@ -269,7 +277,7 @@ class _Recording:
         return any(_torch.storage_id(dead) == _torch.storage_id(other) for other in kept)
 
 
-def _input_values(program: Program, args: Sequence[Any], bucket: int, inputs: StaticInputs) -> dict[int, Any]:
+def input_values(program: Program, args: Sequence[Any], bucket: int, inputs: StaticInputs) -> dict[int, Any]:
     """What the graphs read for each argument: the weight itself, or our buffer for an activation."""
     values: dict[int, Any] = {}
     for index, given in enumerate(program.split.inputs):

@@ -7,15 +7,23 @@ from typing import Any
 
 from piecewise_graph.errors import NotCompiledError
 from piecewise_graph.lookup import family_for
-from piecewise_graph.runtime import Runtime, WholeRuntime
+from piecewise_graph.runtime import Runtime
 from piecewise_graph.shapes import range_text
+from piecewise_graph.tape_set import TapeSet
+from piecewise_graph.whole import WholeRuntime
 
 
 @dataclass(frozen=True)
 class BucketReport:
-    """One captured bucket: its token count, graphs, bytes added to the pool, seconds, replays so far."""
+    """One captured bucket: its token count, graphs, bytes added to the pool, seconds, replays so far.
+
+    Attributes:
+        mode: "piecewise", or "full" with the graph_key.
+        unpadded: reason -> segments that its replays run uncaptured.
+    """
 
     tokens: int
+    mode: str
     graphs: int
     graph_bytes: int
     seconds: float
@@ -114,18 +122,21 @@ def _trace(runtime: Runtime) -> TraceReport:
         leaks=split.leaks,
         blocked=program.blocked,
         padding=faults,
-        buckets=tuple(_bucket(runtime, size) for size in sorted(runtime.tapes)),
-        failed=dict(runtime.failed),
+        buckets=tuple(
+            _bucket(mode, tapes, size) for mode, tapes in runtime.all_tapes() for size in sorted(tapes.tapes)
+        ),
+        failed={size: why for _, tapes in runtime.all_tapes() for size, why in tapes.failed.items()},
         fallbacks=dict(runtime.fallbacks),
     )
 
 
-def _bucket(runtime: Runtime, size: int) -> BucketReport:
-    entry = runtime.tapes[size]
-    below = max((s for s in runtime.tapes if s < size), default=0)
-    replays = sum(count for tokens, count in runtime.replays.items() if below < tokens <= size)
+def _bucket(mode: str, tapes: TapeSet, size: int) -> BucketReport:
+    entry = tapes.tapes[size]
+    below = max((s for s in tapes.tapes if s < size), default=0)
+    replays = sum(count for tokens, count in tapes.replays.items() if below < tokens <= size)
+    tape = entry.tape
     return BucketReport(
-        size, entry.tape.graphs, entry.graph_bytes, entry.seconds, replays, dict(entry.tape.unpadded)
+        size, mode, tape.graphs, entry.graph_bytes, entry.seconds, replays, dict(tape.unpadded)
     )
 
 
@@ -153,10 +164,11 @@ def _trace_lines(number: int, trace: TraceReport) -> list[str]:
     lines += [f"  inside a segment, not registered: {leak}" for leak in trace.leaks]
     lines += [f"  structure {key} is not padded: {fault}" for key, fault in trace.padding.items()]
     if trace.buckets:
-        lines.append("  bucket  graphs  pool MiB  seconds  replays")
+        lines.append("  bucket  graphs  pool MiB  seconds  replays  mode")
     for b in trace.buckets:
         lines.append(
             f"  {b.tokens:6d}  {b.graphs:6d}  {b.graph_bytes / 2**20:8.1f}  {b.seconds:7.2f}  {b.replays:7d}"
+            f"  {b.mode}"
         )
     lines += [f"  bucket {size} failed: {why}" for size, why in trace.failed.items()]
     lines += [f"  fallback {reason}: {count} calls" for reason, count in trace.fallbacks.items()]

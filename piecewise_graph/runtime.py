@@ -10,47 +10,33 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from piecewise_graph.addresses import BoundAddresses
+from piecewise_graph.buckets import bucket_for
+from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.dispatch import Action, Decision, Situation, decide
-from piecewise_graph.errors import AddressMovedError, CaptureError, InputError
+from piecewise_graph.errors import CaptureError, InputError
 from piecewise_graph.family import Family
+from piecewise_graph.full_graph import (
+    check_same_context,
+    full_fault,
+    padding_faults,
+    record_full,
+    run_padded,
+)
 from piecewise_graph.program import Program, run_steps
 from piecewise_graph.recorder import is_proven, record, rehearse, unpaddable_reason
 from piecewise_graph.shapes import Sizes, overwrite
+from piecewise_graph.signals import ShapeMiss, TracedOnly
 from piecewise_graph.split_graph import Ref
 from piecewise_graph.static_inputs import FlatBuffers, StaticInputs
-from piecewise_graph.tape import BoundTape, ReplayTape
+from piecewise_graph.tape_set import Ready, Tape, TapeSet
 from piecewise_graph.telemetry import counters
-
-
-class ShapeMiss(InputError):
-    """A call reached a trace that is not valid for its shapes; pg.compile answers with another trace.
-
-    Attributes:
-        sizes_differ: dimensions differ that were equal when the trace was made.
-        num_tokens: of the call, 0 where the trace has no token symbol.
-    """
-
-    def __init__(self, what: str, *, sizes_differ: bool, num_tokens: int) -> None:
-        shown = InputError.shape_contract(what)
-        super().__init__(shown.what, shown.remedy)
-        self.sizes_differ, self.num_tokens = sizes_differ, num_tokens
-
-
-class TracedOnly(Exception):
-    """Ends a call that was made for its trace alone, before anything ran."""
-
-
-class Tape:
-    """A recorded bucket and what recording it cost."""
-
-    def __init__(self, tape: ReplayTape, seconds: float, graph_bytes: int) -> None:
-        self.tape, self.seconds, self.graph_bytes = tape, seconds, graph_bytes
 
 
 class Runtime:
@@ -69,15 +55,13 @@ class Runtime:
         self.program, self.family = program, family
         self.static_tokens = static_tokens
         self.fallbacks: Counter[str] = Counter()
-        self.replays: Counter[int] = Counter()
         self.bound_ids = frozenset(id(tensor) for _, tensor in bound)
-        self.tapes: dict[int, Tape] = {}
-        self.failed: dict[int, str] = {}
-        self._bound_indices = tuple(index for index, _ in bound)
-        self._addresses: list[int] | None = None
+        self.piecewise = TapeSet()
+        self.full: dict[Hashable, TapeSet] = {}
+        self._not_full = full_fault(program)
+        self._addresses = BoundAddresses(program, [index for index, _ in bound])
         self._inputs: StaticInputs | None = None
         self._buffers = FlatBuffers()
-        self._ready: dict[int, BoundTape] = {}
         self._size_verdicts: dict[tuple[int, ...], str | None] = {}
         sizes = self.sizes
         self._invalid = frozenset(
@@ -106,11 +90,24 @@ class Runtime:
         if violation is not None:
             raise ShapeMiss(violation, sizes_differ=bool(different), num_tokens=num_tokens)
         self.family.ran += 1
+        context = get_forward_context()
         with self.family.pool.using():
-            bound = self._ready.get(num_tokens)
-            if bound is None or _capturing_elsewhere(self.program.device):
-                return self._decide_and_run(args, sizes, num_tokens)
-            return self._replay(bound, args, num_tokens)
+            tapes = self._tapes_for(context)
+            ready = tapes.ready.get(num_tokens)
+            if ready is None or _capturing_elsewhere(self.program.device):
+                return self._decide_and_run(args, sizes, num_tokens, context)
+            return self._replay(ready, tapes, args, num_tokens, context)
+
+    def _tapes_for(self, context: ForwardContext) -> TapeSet:
+        if not context.full_graph:
+            return self.piecewise
+        return self.full.setdefault(context.graph_key, TapeSet())
+
+    def all_tapes(self) -> Iterator[tuple[str, TapeSet]]:
+        """(mode as people read it, its tapes)."""
+        yield "piecewise", self.piecewise
+        for key, tapes in self.full.items():
+            yield "full" if key is None else f"full {key!r}", tapes
 
     def _size_violation(self, sizes: Sizes) -> str | None:
         """The contract's verdict on sizes, looked up after the first time: evaluating a guard is slow."""
@@ -119,36 +116,42 @@ class Runtime:
             self._size_verdicts[key] = self.program.contract.size_violation(sizes)
         return self._size_verdicts[key]
 
-    def decide(self, num_tokens: int) -> Decision:
-        """What a call of `num_tokens` tokens would do now."""
+    def decide(self, num_tokens: int, context: ForwardContext | None = None) -> Decision:
+        """What a call of `num_tokens` tokens would do now, under `context` (default: the active one)."""
         if _capturing_elsewhere(self.program.device):
             return Decision(Action.COMPILED, None, "captured_by_caller")
-        blocked = self.program.blocked
+        context, blocked = context or get_forward_context(), self.program.blocked
         if blocked is None and self.family.config.cuda_graphs == "off":
             blocked = "cuda_graphs_off"
-        return decide(
-            num_tokens,
-            Situation(
-                self.sizes,
-                {bucket: entry.tape.proven for bucket, entry in self.tapes.items()},
-                self.failed,
-                self.family.may_capture(),
-                blocked,
-                {
-                    size: fault
-                    for size in self.sizes
-                    if (fault := unpaddable_reason(self.program, self.family.verdicts, size))
-                },
-                self._invalid,
-            ),
+        given = Situation(
+            self.sizes,
+            self.family.may_capture(),
+            self.piecewise.captured(self._unpaddable()),
+            self._tapes_for(context).captured(self._unpaddable_whole()) if context.full_graph else None,
+            blocked,
+            self._not_full,
+            self._invalid,
         )
+        return decide(num_tokens, given)
+
+    def _unpaddable(self) -> dict[int, str]:
+        """Why a piecewise tape serves its exact size only, per bucket."""
+        program, verdicts = self.program, self.family.verdicts
+        faults = ((size, unpaddable_reason(program, verdicts, size)) for size in self.sizes)
+        return {size: fault for size, fault in faults if fault is not None}
+
+    def _unpaddable_whole(self) -> dict[int, str]:
+        """The same for a full graph."""
+        program, verdicts = self.program, self.family.verdicts
+        faults = ((size, padding_faults(program, verdicts, size)) for size in self.sizes)
+        return {size: found[0] for size, found in faults if found}
 
     def drop_graphs(self) -> None:
         """Forget tapes and the buffers they read; the next calls capture again."""
-        self._ready.clear()
-        self.tapes.clear()
-        self.failed.clear()
-        self._addresses = self._inputs = None
+        self.piecewise = TapeSet()
+        self.full = {}
+        self._inputs = None
+        self._addresses.forget()
         self._buffers = FlatBuffers()
 
     def buffer_bytes(self) -> int:
@@ -160,24 +163,52 @@ class Runtime:
             return sizes[self.program.token]
         return self.static_tokens or 0
 
-    def _decide_and_run(self, args: Sequence[Any], sizes: Sizes, num_tokens: int) -> list[Any]:
-        decision = self.decide(num_tokens)
+    def _decide_and_run(
+        self, args: Sequence[Any], sizes: Sizes, num_tokens: int, context: ForwardContext
+    ) -> list[Any]:
+        decision = self.decide(num_tokens, context)
         if decision.action is Action.COMPILED:
             assert decision.reason is not None
-            return self._run_compiled(args, sizes, decision.reason)
+            if decision.not_full:
+                counters.not_full(decision.not_full)
+            return self._run_compiled(args, sizes, num_tokens, decision.reason, context)
         assert decision.bucket is not None
         if decision.action is Action.CAPTURE:
-            return self._capture(args, num_tokens, decision.bucket)
-        bound = self.tapes[decision.bucket].tape.bind(num_tokens)
-        self._ready[num_tokens] = bound
-        return self._replay(bound, args, num_tokens)
+            return self._capture(args, num_tokens, decision, context)
+        entry = (self._tapes_for(context) if decision.full else self.piecewise).tapes[decision.bucket]
+        bound = entry.tape.bind(num_tokens)
+        ready = Ready(bound, entry.context, decision.bucket, decision.not_full)
+        tapes = self._tapes_for(context)
+        tapes.ready[num_tokens] = ready
+        return self._replay(ready, tapes, args, num_tokens, context)
 
-    def _run_compiled(self, args: Sequence[Any], sizes: Sizes, reason: str) -> list[Any]:
+    def _run_compiled(
+        self, args: Sequence[Any], sizes: Sizes, num_tokens: int, reason: str, context: ForwardContext
+    ) -> list[Any]:
         args = self._in_layout(args, sizes)
         if self.family.capturing is not False:  # pg.capture's tracing calls are nobody's forwards
             counters.fallback(reason)
             self.fallbacks[reason] += 1
+        bucket = self._padded_size(num_tokens) if context.full_graph else None
+        if bucket is not None:
+            return self._run_padded(args, num_tokens, bucket)
         return run_steps(self.program, args, sizes)
+
+    def _padded_size(self, num_tokens: int) -> int | None:
+        """Rows that the ops of an uncaptured forward get where a batch describes a bucket's."""
+        if self.program.blocked or self._not_full or self.program.unpaddable or num_tokens == 0:
+            return None
+        return bucket_for(num_tokens, [size for size in self.sizes if size not in self._invalid])
+
+    def _run_padded(self, args: Sequence[Any], num_tokens: int, bucket: int) -> list[Any]:
+        inputs = self._static_inputs(args)
+        return run_padded(self.program, args, num_tokens, bucket, inputs, self.family.verdicts)
+
+    def _static_inputs(self, args: Sequence[Any]) -> StaticInputs:
+        if self._inputs is None:
+            self._inputs = StaticInputs(self.program, max(self.sizes))
+            self._addresses.remember(args)
+        return self._inputs
 
     def _in_layout(self, args: Sequence[Any], sizes: Sizes) -> Sequence[Any]:
         """Activations with the strides that the segments were compiled for.
@@ -195,13 +226,21 @@ class Runtime:
                     overwrite(laid_out[index], args[index])
         return laid_out
 
-    def _replay(self, bound: BoundTape, args: Sequence[Any], num_tokens: int) -> list[Any]:
+    def _replay(
+        self, ready: Ready, tapes: TapeSet, args: Sequence[Any], num_tokens: int, context: ForwardContext
+    ) -> list[Any]:
         if self.family.config.check != "off":
-            self._check_addresses(args)
+            self._addresses.check(args)
+        if ready.context is not None:
+            check_same_context(ready.context, context, ready.bucket)
+            counters.add("full_replays")
+        bound = ready.bound
         bound.copy_in.fill(args)
         self.family.pool.run_off_default_stream(bound.calls)
         counters.add("replays")
-        self.replays[num_tokens] += 1
+        tapes.replays[num_tokens] += 1
+        if ready.not_full is not None:
+            counters.not_full(ready.not_full)
         for reason, segments in bound.unpadded.items():
             counters.unpadded(reason, segments)
         return self._own(bound.outputs, args)
@@ -217,84 +256,68 @@ class Runtime:
             for value in outputs
         ]
 
-    def _check_addresses(self, args: Sequence[Any]) -> None:
-        found = [args[index].data_ptr() for index in self._bound_indices]
-        if found == self._addresses:
-            return
-        assert self._addresses is not None
-        for index, address, expected in zip(self._bound_indices, found, self._addresses, strict=True):
-            if address != expected:
-                raise AddressMovedError.moved(self.program.split.inputs[index].name)
-
-    def _capture(self, args: Sequence[Any], num_tokens: int, bucket: int) -> list[Any]:
-        """Answer the call uncaptured and record `bucket` along the way."""
-        program, family = self.program, self.family
+    def _capture(
+        self, args: Sequence[Any], num_tokens: int, decision: Decision, context: ForwardContext
+    ) -> list[Any]:
+        """Answer the call uncaptured and record its bucket along the way."""
+        program, family, bucket = self.program, self.family, decision.bucket
+        assert bucket is not None
         family.pool.join(program.device, self)
-        if self._addresses is not None and family.config.check != "off":
-            self._check_addresses(args)
+        if family.config.check != "off":
+            self._addresses.check(args)
+        if decision.not_full:
+            counters.not_full(decision.not_full)
         args = self._in_layout(args, program.sizes_at(num_tokens))
         before, began = family.pool.bytes(), time.perf_counter()
         with family.pool.session():
-            outputs = rehearse(program, args, num_tokens, bucket, family.verdicts, watch_ops=not self.tapes)
-            fault = unpaddable_reason(program, family.verdicts, bucket)
-            if fault is None and not is_proven(program, family.verdicts, bucket):
-                fault = "padding_unproven"
+            outputs = self._rehearse(args, num_tokens, bucket, context)
+            fault = self._fault(bucket, decision.full)
             if fault is not None and bucket != num_tokens:
                 counters.fallback(fault)
                 self.fallbacks[fault] += 1
                 return outputs
-            self._record(args, bucket, before, began)
+            self._record(args, bucket, context if decision.full else None, before, began)
         return outputs
 
-    def _record(self, args: Sequence[Any], bucket: int, before: int, began: float) -> None:
+    def _rehearse(
+        self, args: Sequence[Any], num_tokens: int, bucket: int, context: ForwardContext
+    ) -> list[Any]:
+        if context.full_graph and self._padded_size(num_tokens) == bucket:
+            return self._run_padded(args, num_tokens, bucket)
+        return rehearse(
+            self.program, args, num_tokens, bucket, self.family.verdicts, watch_ops=not self.piecewise.tapes
+        )
+
+    def _fault(self, bucket: int, full: bool) -> str | None:
+        """Why `bucket` would serve its exact size only."""
+        found = (self._unpaddable_whole() if full else self._unpaddable()).get(bucket)
+        if found is None and not is_proven(self.program, self.family.verdicts, bucket):
+            return "padding_unproven"
+        return found
+
+    def _record(
+        self, args: Sequence[Any], bucket: int, full: ForwardContext | None, before: int, began: float
+    ) -> None:
         """Record `bucket`; a failure costs this bucket, not the call."""
-        family = self.family
-        if self._inputs is None:
-            self._inputs = StaticInputs(self.program, max(self.sizes))
-            self._addresses = [args[index].data_ptr() for index in self._bound_indices]
+        program, family, inputs = self.program, self.family, self._static_inputs(args)
+        tapes = self.piecewise if full is None else self._tapes_for(full)
         try:
-            tape = record(
-                self.program, args, bucket, family.pool, self._inputs, self._buffers, family.verdicts
-            )
+            if full is None:
+                tape = record(program, args, bucket, family.pool, inputs, self._buffers, family.verdicts)
+            else:
+                tape = record_full(program, args, bucket, family.pool, inputs, family.verdicts)
         except torch.OutOfMemoryError as error:
-            self.failed[bucket] = CaptureError.out_of_memory(bucket, str(error))
+            tapes.failed[bucket] = CaptureError.out_of_memory(bucket, str(error))
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-            self.failed[bucket] = f"{type(error).__name__}: {error}"
+            tapes.failed[bucket] = f"{type(error).__name__}: {error}"
         else:
-            self._ready.clear()
-            seconds = time.perf_counter() - began
-            self.tapes[bucket] = Tape(tape, seconds, family.pool.bytes() - before)
+            seconds, graph_bytes = time.perf_counter() - began, family.pool.bytes() - before
+            fields = None if full is None else full.fields
+            tapes.tapes[bucket] = Tape(tape, seconds, graph_bytes, fields)
+            for _, other in self.all_tapes():
+                other.ready.clear()
             return
         counters.add("failed_captures")
-
-
-class WholeRuntime:
-    """Runs a trace that cannot be split, compiled as one, and counts why.
-
-    Args:
-        run: the whole graph, compiled.
-        reason: why it was not split.
-        bound: its weights, by which `explain` finds it.
-    """
-
-    def __init__(
-        self, run: Callable[..., Any], reason: str, family: Family, bound: Sequence[tuple[int, Tensor]]
-    ) -> None:
-        self.run, self.reason, self.family = run, reason, family
-        self.fallbacks: Counter[str] = Counter()
-        self.bound_ids = frozenset(id(tensor) for _, tensor in bound)
-        family.add(self)
-
-    def __call__(self, *args: Any) -> Any:
-        if self.family.tracing:
-            raise TracedOnly
-        self.family.ran += 1
-        counters.fallback(self.reason)
-        self.fallbacks[self.reason] += 1
-        return self.run(*args)
-
-    def drop_graphs(self) -> None:
-        """It has none."""
 
 
 def _same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:

@@ -16,6 +16,8 @@ NAMES = {
     "failed_captures": "buckets whose capture failed; pg.explain says why",
     "captures": "graphs captured (segments x buckets; on a CPU their stand-ins)",
     "replays": "forwards served by a tape",
+    "full_replays": "replays of a full graph, splitting ops included",
+    "not_full": "forwards that asked for a full graph and ran otherwise; per reason as 'not_full:REASON'",
     "unpadded_segments": "segments that a replay ran uncaptured at the exact token count",
     "fallbacks": "forwards served without a tape; per reason as 'fallbacks:REASON'",
 }
@@ -33,6 +35,10 @@ class Counters:
     def fallback(self, reason: str) -> None:
         self._counts["fallbacks"] += 1
         self._counts[f"fallbacks:{reason}"] += 1
+
+    def not_full(self, reason: str) -> None:
+        self._counts["not_full"] += 1
+        self._counts[f"not_full:{reason}"] += 1
 
     def unpadded(self, reason: str, amount: int = 1) -> None:
         self._counts["unpadded_segments"] += amount

@@ -266,18 +266,21 @@ def reasons_in_source() -> set[str]:
 
 
 def _reason_parts(node: ast.AST) -> list[ast.AST]:
-    if isinstance(node, ast.FunctionDef) and node.name in {"_keeps_whole", "_blocked", "padding_fault"}:
+    if isinstance(node, ast.FunctionDef) and node.name in {
+        "_keeps_whole",
+        "_blocked",
+        "padding_fault",
+        "_fault",
+    }:
         return [r.value for r in ast.walk(node) if isinstance(r, ast.Return) and r.value is not None]
     if isinstance(node, ast.Assign):
         names = {t.id for t in node.targets if isinstance(t, ast.Name)}
         return [node.value] if names & {"blocked", "unpaddable", "reason", "fault"} else []
     if isinstance(node, ast.Call):
         called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        return (
-            list(node.args)
-            if called in {"Unsplittable", "_compiled", "Decision", "fallback", "_count_fallback"}
-            else []
-        )
+        if called == "Decision":
+            return [keyword.value for keyword in node.keywords if keyword.arg == "reason"] + node.args
+        return list(node.args) if called in {"Unsplittable", "decided", "fallback", "_count_fallback"} else []
     return []
 
 

@@ -253,7 +253,7 @@ def poison_tails(compiled: Any, bucket: int, live: int) -> int:
 def static_tails(compiled: Any, bucket: int, live: int) -> Iterator[Tensor]:
     """Through the runtime's internals: input buffers, graph outputs and bridge buffers past `live`."""
     for runtime in compiled.family.runtimes:
-        program, tape = runtime.program, runtime.tapes[bucket].tape
+        program, tape = runtime.program, runtime.piecewise.tapes[bucket].tape
         for slot, value in tape.values.items():
             given = program.split.inputs[slot] if slot < len(program.split.inputs) else None
             spec = program.split.specs[slot]

@@ -346,7 +346,7 @@ def test_deleted_model_frees_its_graphs(model: Blocks, device: torch.device) -> 
     fast = compiled(model)
     fast(rows(3, device))
     (runtime,) = fast.family.runtimes
-    tape = weakref.ref(runtime.tapes[4].tape)
+    tape = weakref.ref(runtime.piecewise.tapes[4].tape)
     del fast, runtime
     gc.collect()
     assert tape() is None

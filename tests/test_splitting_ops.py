@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from toys import COUNTS, WIDTH, assert_same, check, compiled, define, ops, rows,
 import piecewise_graph as pg
 from piecewise_graph import _torch
 from piecewise_graph.custom_ops.attention import attention
+from piecewise_graph.custom_ops.errors import AttentionError
 from piecewise_graph.errors import LeakWarning, SplittingOpError
 from piecewise_graph.splitting_ops import registered_names
 
@@ -113,38 +115,48 @@ def naive(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], scale: float) 
     return out
 
 
+def packed(cu_seqlens: list[int], device: torch.device) -> AbstractContextManager[object]:
+    return pg.forward_context(cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32, device=device))
+
+
 def qkv(tokens: int, heads: int, kv_heads: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(tokens, h, 8, device=device, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("cu_seqlens", [None, [0, 7], [0, 3, 4, 7], [0, 1, 2, 3, 4, 5, 6, 7]])
+@pytest.mark.parametrize("cu_seqlens", [[0, 7], [0, 3, 4, 7], [0, 1, 2, 3, 4, 5, 6, 7]])
 def test_attention_equals_the_naive_one(
-    dtype: torch.dtype, tolerance: float, kv_heads: int, cu_seqlens: list[int] | None, device: torch.device
+    dtype: torch.dtype, tolerance: float, kv_heads: int, cu_seqlens: list[int], device: torch.device
 ) -> None:
     q, k, v = qkv(7, 4, kv_heads, device, dtype)
-    if cu_seqlens is None:
+    with packed(cu_seqlens, device):
         found = attention(q, k, v)
-    else:
-        with pg.forward_context(cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.int32, device=device)):
-            found = attention(q, k, v)
     assert found.dtype == dtype
-    wanted = naive(q, k, v, cu_seqlens or [0, 7], 8**-0.5)
+    wanted = naive(q, k, v, cu_seqlens, 8**-0.5)
     torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
 def test_attention_takes_a_scale(device: torch.device) -> None:
     q, k, v = qkv(5, 2, 2, device, torch.float32)
     wanted = naive(q, k, v, [0, 5], 0.3)
-    torch.testing.assert_close(attention(q, k, v, scale=0.3).double(), wanted, rtol=1e-5, atol=1e-5)
+    with packed([0, 5], device):
+        found = attention(q, k, v, scale=0.3)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_without_its_batch_is_refused(device: torch.device) -> None:
+    """Every token would see every other: fluent nonsense, and no error."""
+    with pytest.raises(AttentionError, match=r"(?s)no field 'attention'.*AttentionBatch"):
+        attention(*qkv(5, 2, 2, device, torch.float32))
 
 
 def test_attention_takes_strided_queries(device: torch.device) -> None:
     """q, k and v as slices of one merged projection."""
     merged = torch.randn(6, 3, 2, 8, device=device)
     q, k, v = merged.unbind(1)
-    found = attention(q, k, v)
+    with packed([0, 6], device):
+        found = attention(q, k, v)
     torch.testing.assert_close(found.double(), naive(q, k, v, [0, 6], 8**-0.5), rtol=1e-5, atol=1e-5)
 
 
@@ -152,9 +164,9 @@ def test_attention_takes_strided_queries(device: torch.device) -> None:
 def test_attention_passes_opcheck(kv_heads: int, device: torch.device) -> None:
     q, k, v = qkv(5, 4, kv_heads, device, torch.float32)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(
-        torch.ops.piecewise.attention.default, (q, k, v, torch.empty_like(q), 0.5), test_utils=tests
-    )
+    args = (q, k, v, torch.empty_like(q), 0, 0.5)
+    with packed([0, 5], device):
+        torch.library.opcheck(torch.ops.piecewise.attention.default, args, test_utils=tests)
 
 
 class Attending(nn.Module):
@@ -191,7 +203,8 @@ def test_model_with_attention_is_captured_and_padded(compiler: str, device: torc
 def test_out_style_op_needs_no_bridge_buffer(device: torch.device) -> None:
     """The segment before allocates `out`: only the input (8 x 32 floats) is owned."""
     fast = compiled(Attending().to(device))
-    fast(rows(8, device, 32))
+    with packed([0, 8], device):
+        fast(rows(8, device, 32))
     assert pg.explain(fast).buffer_bytes == 8 * 32 * 4
 
 
@@ -403,7 +416,7 @@ def test_padded_op_sees_the_bucket_and_zeros_in_the_tail(device: torch.device) -
         x = rows(count, device)
         with watching() as seen:
             assert_same(fast(x), x * 2 + 1)
-        if fast.family.runtimes[0].replays[count]:
+        if fast.family.runtimes[0].piecewise.replays[count]:
             assert [call.tokens for call in seen] == [bucket]
             assert torch.equal(seen[0].value[:count], x)
             assert not seen[0].value[count:].any()

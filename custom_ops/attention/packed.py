@@ -12,8 +12,10 @@ def attend_packed(call: AttentionCall, cu_seqlens: Tensor) -> None:
     """Write causal attention into `call.out`; `cu_seqlens` is int32 `[sequences + 1]`, from 0 to the rows."""
     from .torch import masked_attention
 
+    rows = torch.arange(call.q.shape[0], device=cu_seqlens.device)
+    live = (rows < cu_seqlens[-1])[:, None, None]  # padding may hold NaN, which a weight of 0 does not stop
     visible = packed_causal_mask(call.q.shape[0], cu_seqlens, call.window)
-    q, k, v = (x[None] for x in (call.q, call.k, call.v))
+    q, k, v = (torch.where(live, x, 0)[None] for x in (call.q, call.k, call.v))
     call.out.copy_(masked_attention(q, k, v, visible[None], call.scale, call.softcap)[0])
 
 

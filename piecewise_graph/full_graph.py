@@ -1,0 +1,172 @@
+"""FULL mode: a forward as one graph, splitting ops included.
+
+Note [What a full graph remembers]
+A captured op has read the forward context once, at capture: the addresses of its tensors and every number in
+it are part of the graph. So a full graph belongs to the very objects that were in the context then, and keeps
+them alive. A replay under other objects would answer for the old ones; it is refused by name.
+
+Note [The padded forward]
+A batch that full graphs are captured with describes the bucket's rows, padding included, and so must the rows
+that its ops get, whether or not a graph runs them. Calls that no graph serves (the first one of a bucket, one
+after a capture that failed) run the segments one by one on padded inputs; a segment that must not be padded
+runs on the live rows, its results padded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from piecewise_graph import _torch
+from piecewise_graph.compiler import CompiledSegment
+from piecewise_graph.context import ForwardContext
+from piecewise_graph.errors import ContextError
+from piecewise_graph.graph_pool import GraphPool
+from piecewise_graph.padding import probe_size, run_unpadded
+from piecewise_graph.program import Program, run_steps
+from piecewise_graph.recorder import Verdicts, capturing, input_values, is_proven, prove
+from piecewise_graph.shapes import evaluate
+from piecewise_graph.split_graph import Ref, SegmentStep, Size
+from piecewise_graph.static_inputs import StaticInputs, narrow
+from piecewise_graph.tape import ReplayTape
+from piecewise_graph.telemetry import counters
+
+
+def full_fault(program: Program) -> str | None:
+    """Why no forward of this trace can be one graph, or None."""
+    capturable = all(call.op.capturable for call in program.split.op_calls)
+    return None if capturable else "op_not_capturable"
+
+
+def padding_faults(program: Program, verdicts: Verdicts, bucket: int) -> list[str]:
+    """Why a full graph of `bucket` serves its exact size only; empty as far as is known."""
+    found = [verdicts.get((segment.key, bucket)) for segment in program.compiled.segments.values()]
+    return [fault for fault in (program.unpaddable, *found) if fault is not None]
+
+
+def run_padded(
+    program: Program,
+    args: Sequence[Any],
+    num_tokens: int,
+    bucket: int,
+    inputs: StaticInputs,
+    verdicts: Verdicts,
+) -> list[Any]:
+    """Run one forward uncaptured at the bucket's size (Note [The padded forward]), proving what is unproven.
+
+    Returns:
+        the forward's outputs, live rows only, owned by the caller.
+    """
+    inputs.plan(bucket, num_tokens).fill(args)
+    static = static_arguments(program, args, bucket, inputs)
+    probe = None if program.unpaddable else probe_size(program, num_tokens, bucket)
+
+    def run_segment(step: SegmentStep, segment: CompiledSegment, values: list[Any]) -> Sequence[Tensor]:
+        key = segment.key, bucket
+        if probe is not None and key not in verdicts:
+            prove(program, step, segment, values, probe, bucket, verdicts)
+        if num_tokens < bucket and verdicts.get(key) is not None:
+            return run_unpadded(program, step, segment, values, num_tokens, bucket)
+        return segment.run(*values)
+
+    padded = run_steps(program, static, program.sizes_at(bucket), run_segment=run_segment)
+    return _live_rows(program, padded, args, num_tokens)
+
+
+def record_full(
+    program: Program,
+    args: Sequence[Any],
+    bucket: int,
+    pool: GraphPool,
+    inputs: StaticInputs,
+    verdicts: Verdicts,
+) -> ReplayTape:
+    """Capture the whole forward as one graph. Call inside `pool.session()`, after `run_padded`."""
+    static = static_arguments(program, args, bucket, inputs)
+    slots = [slot for slot in _output_slots(program) if slot >= len(program.split.inputs)]
+
+    def forward() -> list[Tensor]:
+        outputs = run_steps(program, static, program.sizes_at(bucket))
+        by_slot = {
+            ref.slot: value
+            for ref, value in zip(program.split.outputs, outputs, strict=True)
+            if isinstance(ref, Ref)
+        }
+        return [by_slot[slot] for slot in slots]
+
+    with capturing(program):
+        replay, outputs = pool.capture(forward, ())
+    counters.add("captures")
+    counters.add("tapes")
+    values = input_values(program, args, bucket, inputs)
+    aliases = [_torch.weak_alias(output) if output.is_cuda else output for output in outputs]
+    return ReplayTape(
+        program,
+        bucket,
+        (replay,),
+        values | dict(zip(slots, aliases, strict=True)),
+        inputs,
+        proven=is_proven(program, verdicts, bucket) and not padding_faults(program, verdicts, bucket),
+        unpadded={},
+        keep=tuple(values.values()),
+        graphs=1,
+    )
+
+
+def check_same_context(captured: Mapping[str, Any], now: ForwardContext, bucket: int) -> None:
+    """Refuse a replay under another context than the captured one (Note [What a full graph remembers]).
+
+    Raises:
+        ContextError: a field is missing, new, or another object than at the capture.
+    """
+    fields = now.fields
+    if len(fields) != len(captured):
+        different = sorted(fields.keys() ^ captured.keys())
+        raise ContextError.changed(different[0], bucket, now.graph_key)
+    for name, value in captured.items():
+        found = fields.get(name)
+        if found is not value and not _equal_constant(found, value):
+            raise ContextError.changed(name, bucket, now.graph_key)
+
+
+def _equal_constant(found: object, value: object) -> bool:
+    """Numbers and strings are compared by value, tensors by what they address."""
+    if isinstance(value, Tensor) and isinstance(found, Tensor):
+        return (found.data_ptr(), found.shape, found.stride(), found.dtype) == (
+            value.data_ptr(), value.shape, value.stride(), value.dtype,
+        )  # fmt: skip
+    return isinstance(value, (int, float, str, bytes)) and type(found) is type(value) and found == value
+
+
+def static_arguments(program: Program, args: Sequence[Any], bucket: int, inputs: StaticInputs) -> list[Any]:
+    """A call's arguments with every activation replaced by its padded static buffer."""
+    values, sizes = input_values(program, args, bucket, inputs), program.sizes_at(bucket)
+    given = program.split.inputs[: len(args)]
+    return [
+        sizes[item.symbol] if item.symbol in sizes else values.get(index, args[index])
+        for index, item in enumerate(given)
+    ]
+
+
+def _output_slots(program: Program) -> list[int]:
+    return list(dict.fromkeys(ref.slot for ref in program.split.outputs if isinstance(ref, Ref)))
+
+
+def _live_rows(program: Program, padded: Sequence[Any], args: Sequence[Any], num_tokens: int) -> list[Any]:
+    """Outputs of a padded forward as its caller should see them."""
+    sizes = program.sizes_at(num_tokens)
+    found: list[Any] = []
+    for item, value in zip(program.split.outputs, padded, strict=True):
+        if isinstance(item, Size):
+            found.append(evaluate(item.expr, sizes))
+        elif not isinstance(item, Ref):
+            found.append(value)
+        elif item.slot < len(args):
+            found.append(args[item.slot])
+        else:
+            spec = program.split.specs[item.slot]
+            assert spec is not None
+            found.append(narrow(value, spec, program, num_tokens))
+    return found
