@@ -50,6 +50,7 @@ class _Observations:
     def __init__(self) -> None:
         self.written: set[int] = set()
         self.allocated: set[int] = set()
+        self.alive: list[Tensor] = []  # a storage that died could lend its id to another one
         self.random = self.host_sync = self.casts = self.computes = self.numbers = False
 
     def note(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -68,6 +69,7 @@ class _Observations:
         allocates = op._schema.name.partition("::")[2] in _ALLOCATIONS
         if allocates:
             self.allocated.add(_torch.storage_id(result))
+            self.alive.append(result)
         self.computes |= isinstance(result, (Tensor, tuple, list)) and not is_view and not allocates
 
     def _note_write(self, argument: Any, value: Any) -> None:
@@ -75,6 +77,7 @@ class _Observations:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, Tensor):
                     self.written.add(_torch.storage_id(tensor))
+                    self.alive.append(tensor)
 
 
 def analyse(gm: GraphModule, inputs: Sequence[Any]) -> SegmentFacts:
