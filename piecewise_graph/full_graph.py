@@ -14,7 +14,7 @@ runs on the live rows, its results padded again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -40,10 +40,12 @@ def full_fault(program: Program) -> str | None:
     return None if capturable else "op_not_capturable"
 
 
-def padding_faults(program: Program, verdicts: Verdicts, bucket: int) -> list[str]:
-    """Why a full graph of `bucket` serves its exact size only; empty as far as is known."""
-    found = [verdicts.get((segment.key, bucket)) for segment in program.compiled.segments.values()]
-    return [fault for fault in (program.unpaddable, *found) if fault is not None]
+def exact_sizes(program: Program, verdicts: Verdicts, sizes: Iterable[int]) -> dict[int, str]:
+    """Buckets whose full graph serves their exact size only, and why, as far as is known."""
+    keys = [segment.key for segment in program.compiled.segments.values()]
+    faults = {size: [program.unpaddable, *(verdicts.get((key, size)) for key in keys)] for size in sizes}
+    found = {size: next((why for why in reasons if why), None) for size, reasons in faults.items()}
+    return {size: why for size, why in found.items() if why is not None}
 
 
 def run_padded(
@@ -57,7 +59,7 @@ def run_padded(
     """Run one forward uncaptured at the bucket's size (Note [The padded forward]), proving what is unproven.
 
     Returns:
-        the forward's outputs, live rows only, owned by the caller.
+        the forward's outputs, padded, in the order of the graph's.
     """
     inputs.plan(bucket, num_tokens).fill(args)
     static = static_arguments(program, args, bucket, inputs)
@@ -71,8 +73,7 @@ def run_padded(
             return run_unpadded(program, step, segment, values, num_tokens, bucket)
         return segment.run(*values)
 
-    padded = run_steps(program, static, program.sizes_at(bucket), run_segment=run_segment)
-    return _live_rows(program, padded, args, num_tokens)
+    return run_steps(program, static, program.sizes_at(bucket), run_segment=run_segment)
 
 
 def record_full(
@@ -82,22 +83,26 @@ def record_full(
     pool: GraphPool,
     inputs: StaticInputs,
     verdicts: Verdicts,
+    padded: Sequence[Any],
 ) -> ReplayTape:
-    """Capture the whole forward as one graph. Call inside `pool.session()`, after `run_padded`."""
+    """Capture the whole forward as one graph. Call inside `pool.session()`, after `run_padded`.
+
+    Args:
+        padded: what `run_padded` returned for this bucket.
+    """
     static = static_arguments(program, args, bucket, inputs)
     slots = [slot for slot in _output_slots(program) if slot >= len(program.split.inputs)]
 
-    def forward() -> list[Tensor]:
-        outputs = run_steps(program, static, program.sizes_at(bucket))
-        by_slot = {
-            ref.slot: value
-            for ref, value in zip(program.split.outputs, outputs, strict=True)
-            if isinstance(ref, Ref)
-        }
+    def tensors(outputs: Sequence[Any]) -> list[Tensor]:
+        pairs = zip(program.split.outputs, outputs, strict=True)
+        by_slot = {ref.slot: value for ref, value in pairs if isinstance(ref, Ref)}
         return [by_slot[slot] for slot in slots]
 
+    def forward() -> list[Tensor]:
+        return tensors(run_steps(program, static, program.sizes_at(bucket)))
+
     with capturing(program):
-        replay, outputs = pool.capture(forward, ())
+        replay, outputs = pool.capture(forward, (), warm=tensors(padded))
     counters.add("captures")
     counters.add("tapes")
     values = input_values(program, args, bucket, inputs)
@@ -108,7 +113,7 @@ def record_full(
         (replay,),
         values | dict(zip(slots, aliases, strict=True)),
         inputs,
-        proven=is_proven(program, verdicts, bucket) and not padding_faults(program, verdicts, bucket),
+        proven=is_proven(program, verdicts, bucket) and not exact_sizes(program, verdicts, [bucket]),
         unpadded={},
         keep=tuple(values.values()),
         graphs=1,
@@ -154,8 +159,8 @@ def _output_slots(program: Program) -> list[int]:
     return list(dict.fromkeys(ref.slot for ref in program.split.outputs if isinstance(ref, Ref)))
 
 
-def _live_rows(program: Program, padded: Sequence[Any], args: Sequence[Any], num_tokens: int) -> list[Any]:
-    """Outputs of a padded forward as its caller should see them."""
+def live_rows(program: Program, padded: Sequence[Any], args: Sequence[Any], num_tokens: int) -> list[Any]:
+    """Outputs of a padded forward as its caller should see them, and owns them."""
     sizes = program.sizes_at(num_tokens)
     found: list[Any] = []
     for item, value in zip(program.split.outputs, padded, strict=True):

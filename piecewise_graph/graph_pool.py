@@ -142,14 +142,20 @@ class GraphPool:
                 call()
         caller.wait_event(self._stream.record_event(after))
 
-    def capture(self, run: Run, inputs: Sequence[object]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+    def capture(
+        self, run: Run, inputs: Sequence[object], *, warm: Sequence[Tensor] | None = None
+    ) -> tuple[Callable[[], None], Sequence[Tensor]]:
         """Capture `run(*inputs)`. Call it inside `session()`, after a warm-up of the same shapes.
+
+        Args:
+            warm: what the warm-up returned. A CPU's stand-in begins with copies of it and runs nothing, as
+                a capture runs nothing: for runs with effects that must not happen twice.
 
         Returns:
             (replay, outputs): `replay()` recomputes `outputs` in place from what `inputs` hold then.
         """
         if self._memory is None:
-            return _stand_in(run, inputs)
+            return _stand_in(run, inputs, warm)
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: other threads (a NCCL watchdog, a pinned-memory loader) may go on calling CUDA.
@@ -203,13 +209,15 @@ class GraphPool:
                 torch.cuda.empty_cache()
 
 
-def _stand_in(run: Run, inputs: Sequence[object]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+def _stand_in(
+    run: Run, inputs: Sequence[object], warm: Sequence[Tensor] | None
+) -> tuple[Callable[[], None], Sequence[Tensor]]:
     """What a graph is on a CPU: the same call again, into the same outputs.
 
     A caller that keeps an output, reads one too late or moves an input sees on the CPU what it would
     see on a GPU.
     """
-    outputs = run(*inputs)
+    outputs = run(*inputs) if warm is None else [tensor.clone() for tensor in warm]
 
     def replay() -> None:
         for output, value in zip(outputs, run(*inputs), strict=True):

@@ -16,7 +16,7 @@ pool, which the graphs keep mapped; and after, so that nobody else writes to it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -137,6 +137,12 @@ def unpaddable_reason(program: Program, verdicts: Verdicts, bucket: int) -> str 
         if fault is not None and (fault == "derived_size" or stays):
             return fault
     return program.unpaddable
+
+
+def unpaddable_sizes(program: Program, verdicts: Verdicts, sizes: Iterable[int]) -> dict[int, str]:
+    """The same for several buckets: those that have a reason."""
+    found = {size: unpaddable_reason(program, verdicts, size) for size in sizes}
+    return {size: why for size, why in found.items() if why is not None}
 
 
 def is_proven(program: Program, verdicts: Verdicts, bucket: int) -> bool:

@@ -24,14 +24,15 @@ from piecewise_graph.errors import CaptureError, InputError
 from piecewise_graph.family import Family
 from piecewise_graph.full_graph import (
     check_same_context,
+    exact_sizes,
     full_fault,
-    padding_faults,
+    live_rows,
     record_full,
     run_padded,
 )
 from piecewise_graph.program import Program, run_steps
-from piecewise_graph.recorder import is_proven, record, rehearse, unpaddable_reason
-from piecewise_graph.shapes import Sizes, overwrite
+from piecewise_graph.recorder import is_proven, record, rehearse, unpaddable_sizes
+from piecewise_graph.shapes import Sizes, overwrite, same_layout
 from piecewise_graph.signals import ShapeMiss, TracedOnly
 from piecewise_graph.split_graph import Ref
 from piecewise_graph.static_inputs import FlatBuffers, StaticInputs
@@ -123,28 +124,19 @@ class Runtime:
         context, blocked = context or get_forward_context(), self.program.blocked
         if blocked is None and self.family.config.cuda_graphs == "off":
             blocked = "cuda_graphs_off"
+        verdicts = self.family.verdicts
         given = Situation(
             self.sizes,
             self.family.may_capture(),
-            self.piecewise.captured(self._unpaddable()),
-            self._tapes_for(context).captured(self._unpaddable_whole()) if context.full_graph else None,
+            self.piecewise.captured(unpaddable_sizes(self.program, verdicts, self.sizes)),
+            self._tapes_for(context).captured(exact_sizes(self.program, verdicts, self.sizes))
+            if context.full_graph
+            else None,
             blocked,
             self._not_full,
             self._invalid,
         )
         return decide(num_tokens, given)
-
-    def _unpaddable(self) -> dict[int, str]:
-        """Why a piecewise tape serves its exact size only, per bucket."""
-        program, verdicts = self.program, self.family.verdicts
-        faults = ((size, unpaddable_reason(program, verdicts, size)) for size in self.sizes)
-        return {size: fault for size, fault in faults if fault is not None}
-
-    def _unpaddable_whole(self) -> dict[int, str]:
-        """The same for a full graph."""
-        program, verdicts = self.program, self.family.verdicts
-        faults = ((size, padding_faults(program, verdicts, size)) for size in self.sizes)
-        return {size: found[0] for size, found in faults if found}
 
     def drop_graphs(self) -> None:
         """Forget tapes and the buffers they read; the next calls capture again."""
@@ -191,7 +183,7 @@ class Runtime:
             self.fallbacks[reason] += 1
         bucket = self._padded_size(num_tokens) if context.full_graph else None
         if bucket is not None:
-            return self._run_padded(args, num_tokens, bucket)
+            return live_rows(self.program, self._run_padded(args, num_tokens, bucket), args, num_tokens)
         return run_steps(self.program, args, sizes)
 
     def _padded_size(self, num_tokens: int) -> int | None:
@@ -219,7 +211,7 @@ class Runtime:
         for index, given in enumerate(self.program.split.inputs[: len(args)]):
             if given.spec is not None and not given.bound:
                 strides = given.spec.stride_at(sizes)
-                if not _same_layout(args[index], strides):
+                if not same_layout(args[index], strides):
                     if self.program.blocked == "writes_an_input":
                         raise InputError.strides(given.name, args[index].stride(), strides)
                     laid_out[index] = given.spec.empty(sizes)
@@ -270,33 +262,42 @@ class Runtime:
         args = self._in_layout(args, program.sizes_at(num_tokens))
         before, began = family.pool.bytes(), time.perf_counter()
         with family.pool.session():
-            outputs = self._rehearse(args, num_tokens, bucket, context)
+            outputs, padded = self._rehearse(args, num_tokens, bucket, context)
             fault = self._fault(bucket, decision.full)
             if fault is not None and bucket != num_tokens:
                 counters.fallback(fault)
                 self.fallbacks[fault] += 1
                 return outputs
-            self._record(args, bucket, context if decision.full else None, before, began)
+            self._record(args, bucket, context if decision.full else None, padded, before, began)
         return outputs
 
     def _rehearse(
         self, args: Sequence[Any], num_tokens: int, bucket: int, context: ForwardContext
-    ) -> list[Any]:
+    ) -> tuple[list[Any], list[Any]]:
+        """One uncaptured forward: its outputs, and the padded ones where it ran at the bucket's size."""
+        program, verdicts = self.program, self.family.verdicts
         if context.full_graph and self._padded_size(num_tokens) == bucket:
-            return self._run_padded(args, num_tokens, bucket)
-        return rehearse(
-            self.program, args, num_tokens, bucket, self.family.verdicts, watch_ops=not self.piecewise.tapes
-        )
+            padded = self._run_padded(args, num_tokens, bucket)
+            return live_rows(program, padded, args, num_tokens), padded
+        watch = not self.piecewise.tapes
+        return rehearse(program, args, num_tokens, bucket, verdicts, watch_ops=watch), []
 
     def _fault(self, bucket: int, full: bool) -> str | None:
         """Why `bucket` would serve its exact size only."""
-        found = (self._unpaddable_whole() if full else self._unpaddable()).get(bucket)
+        find = exact_sizes if full else unpaddable_sizes
+        found = find(self.program, self.family.verdicts, [bucket]).get(bucket)
         if found is None and not is_proven(self.program, self.family.verdicts, bucket):
             return "padding_unproven"
         return found
 
     def _record(
-        self, args: Sequence[Any], bucket: int, full: ForwardContext | None, before: int, began: float
+        self,
+        args: Sequence[Any],
+        bucket: int,
+        full: ForwardContext | None,
+        padded: Sequence[Any],
+        before: int,
+        began: float,
     ) -> None:
         """Record `bucket`; a failure costs this bucket, not the call."""
         program, family, inputs = self.program, self.family, self._static_inputs(args)
@@ -305,7 +306,7 @@ class Runtime:
             if full is None:
                 tape = record(program, args, bucket, family.pool, inputs, self._buffers, family.verdicts)
             else:
-                tape = record_full(program, args, bucket, family.pool, inputs, family.verdicts)
+                tape = record_full(program, args, bucket, family.pool, inputs, family.verdicts, padded)
         except torch.OutOfMemoryError as error:
             tapes.failed[bucket] = CaptureError.out_of_memory(bucket, str(error))
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
@@ -318,12 +319,6 @@ class Runtime:
                 other.ready.clear()
             return
         counters.add("failed_captures")
-
-
-def _same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
-    """Strides are equal where they matter: in dimensions of more than one element."""
-    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
-    return all(found == wanted for size, found, wanted in pairs if size > 1)
 
 
 def _argument(item: Ref, args: Sequence[Any], program: Program) -> Any:

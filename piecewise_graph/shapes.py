@@ -58,6 +58,12 @@ class TensorSpec:
         )
 
 
+def same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
+    """Strides are equal where they matter: in dimensions of more than one element."""
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return all(found == wanted for size, found, wanted in pairs if size > 1)
+
+
 def evaluate(expr: sympy.Expr, sizes: Sizes) -> int:
     """The integer value of a size expression."""
     if expr.is_Integer:

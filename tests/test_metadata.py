@@ -164,7 +164,7 @@ def test_a_token_past_the_end_of_its_row_goes_to_the_sink() -> None:
 def draft(
     batch: md.Batch, steps: int, topk: int, generator: torch.Generator, vocab: int = 50
 ) -> tuple[md.DraftSteps, md.Branches, list[md.Branches]]:
-    """A whole draft with random children; the branches after each level, too. Scores tie often, on purpose."""
+    """A whole draft with random children; the branches after each level. Scores tie often, on purpose."""
     levels = md.DraftSteps.allocate(batch, steps=steps, topk=topk, kv_capacity=batch.size * topk * 400)
     md.draft_steps(batch, levels)
     branches, history = md.Branches.allocate(batch, steps=steps, topk=topk), []

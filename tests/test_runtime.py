@@ -491,10 +491,10 @@ def raising(error: BaseException, at: int | None = None) -> Any:
     """A GraphPool.capture that fails for inputs of `at` tokens (None: for all)."""
     original = GraphPool.capture
 
-    def capture(self: GraphPool, run: Any, inputs: Any) -> Any:
+    def capture(self: GraphPool, run: Any, inputs: Any, **kwargs: Any) -> Any:
         if at is None or any(isinstance(x, Tensor) and x.shape[:1] == (at,) for x in inputs):
             raise error
-        return original(self, run, inputs)
+        return original(self, run, inputs, **kwargs)
 
     return capture
 

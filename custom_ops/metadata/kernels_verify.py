@@ -272,8 +272,8 @@ def _weights(
 ):
     """Weights of one block of the vocabulary: the target's, less what was proposed and refused.
 
-    cut: tokens to remove, -1 for none. subtract: whether there is a proposal to subtract. with_removal: 0 leaves
-    the target's probabilities as they are.
+    cut: tokens to remove, -1 for none. subtract: whether there is a proposal to subtract. with_removal: 0
+    leaves the target's probabilities as they are.
     """
     v = v0 + tl.arange(0, BLOCK_V)
     weight = tl.load(target + v, mask=v < vocab, other=0.0)

@@ -1,0 +1,113 @@
+"""Several requests in one batch on paged KV equal each alone in eager transformers, token for token."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import transformers
+from paged_generation import Generator, alone
+
+import piecewise_graph as pg
+from piecewise_graph.custom_ops.attention.implementations import load
+from piecewise_graph.custom_ops.errors import AttentionError
+
+REPOSITORY_MODEL = Path(__file__).parents[1] / "benchmarks" / "models" / "byte-llama"
+PROMPTS = [
+    "def f(x):", "import os\nimport sys\n\n", "class Parser:\n    def __init__(self", "#", "for i in range(",
+    '"""The ', "    return self.", "from typing import Any\n\n\ndef main(",
+]  # fmt: skip
+NEW_TOKENS = [12, 7, 9, 14, 5, 11, 3, 10]
+
+
+def byte_llama(device: torch.device, attention: str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        REPOSITORY_MODEL, attn_implementation=attention, dtype=torch.float32
+    ).to(device).eval()  # fmt: skip
+
+
+def encoded() -> list[list[int]]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(REPOSITORY_MODEL)
+    return [tokenizer(text, add_special_tokens=False).input_ids for text in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = byte_llama(device, "eager")
+    with torch.no_grad():
+        return [alone(model, ids, n, device) for ids, n in zip(encoded(), NEW_TOKENS, strict=True)]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("full", [False, True], ids=["piecewise", "full"])
+@pytest.mark.parametrize("implementation", ["torch", "triton", "flashinfer", "flash_attn"])
+def test_eight_requests_equal_each_alone(
+    implementation: str,
+    full: bool,
+    page_size: int,
+    expected: list[list[int]],
+    device: torch.device,
+    no_grad: None,
+) -> None:
+    """Prefill and decode mixed in one batch, then decode alone, requests leaving one after another."""
+    if implementation != "torch" and (device.type == "cpu" or load(implementation).missing):
+        pytest.skip(f"{implementation} does not run here")
+    name = f"piecewise-{implementation}"
+    pg.register_attention(name, implementation)
+    model = byte_llama(device, name)
+    compiled = pg.compile(model, compiler="aot_eager", capture_sizes=[1, 2, 4, 8, 64, 256])
+    generator = Generator(
+        compiled, model.config, device=device, dtype=torch.float32, page_size=page_size, full=full
+    )
+    assert generator.run(encoded(), NEW_TOKENS, stagger=1) == expected
+    assert generator.table.free_pages == generator.table.total_pages
+    counts = pg.counters.snapshot()
+    assert counts["traces"] == 1
+    assert counts["fallbacks"] == 0
+    assert bool(counts["full_replays"]) == full
+    assert counts["not_full"] == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3", "phi3", "gpt2", "mixtral"])
+def test_other_models_equal_each_request_alone(name: str, device: torch.device, no_grad: None) -> None:
+    """Windows and odd head sizes included; prompts are fed in chunks."""
+    pg.register_attention("piecewise-torch", "torch")
+    reference, model = models.build(name, device=device), models.build(name, device=device)
+    model.set_attn_implementation("piecewise-torch")
+    rng = random.Random(0)
+    prompts = [[rng.randrange(1, models.VOCABULARY) for _ in range(n)] for n in (3, 30, 1, 17)]
+    wanted = [alone(reference, prompt, 6, device) for prompt in prompts]
+    compiled = pg.compile(model, compiler="eager", capture_sizes=[4, 16, 64])
+    generator = Generator(
+        compiled, model.config, device=device, dtype=torch.float32, full=True, buckets=(4,), chunk=8
+    )
+    assert generator.run(prompts, [6] * 4, stagger=2) == wanted
+    counts = pg.counters.snapshot()
+    assert counts["full_replays"] > 0, counts
+
+
+def test_attention_mask_is_refused(device: torch.device, no_grad: None) -> None:
+    pg.register_attention("piecewise-torch", "torch")
+    model = models.build("llama", device=device)
+    model.set_attn_implementation("piecewise-torch")
+    ids = models.random_ids(5, device=device)
+    with pytest.raises(AttentionError, match="padding mask"):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+
+
+def test_rows_of_a_batch_are_refused(device: torch.device, no_grad: None) -> None:
+    pg.register_attention("piecewise-torch", "torch")
+    model = models.build("llama", device=device)
+    model.set_attn_implementation("piecewise-torch")
+    with pytest.raises(AttentionError, match="one row"):
+        model(input_ids=models.random_ids(5, batch=2, device=device), use_cache=False)
+
+
+def test_unknown_implementation_is_refused_at_registration() -> None:
+    with pytest.raises(AttentionError, match="named 'flash'"):
+        pg.register_attention("mine", "flash")
