@@ -31,6 +31,7 @@ class Mode:
         max_query_len: most rows of one request; None = any.
         capturable: all of `attend` runs on the device and may be part of a graph.
         host_lengths: `prepare` needs the lengths on the host.
+        limits: `(call, batch) -> reason or None`, whatever else it cannot do.
         prepare: `(batch, call) -> state`, once per batch, outside of graphs.
         attend: `(batch, state, call)`, writes `call.out`, and K and V into the cache.
     """
@@ -49,6 +50,7 @@ class Mode:
     uniform: bool = False
     capturable: bool = False
     host_lengths: bool = False
+    limits: Callable[[AttentionCall, AttentionBatch], str | None] | None = None
 
     def lacks(self, call: AttentionCall, batch: AttentionBatch, captured: bool) -> str | None:
         """What the call asks for and this mode cannot do; None when it can."""
@@ -78,8 +80,11 @@ class Mode:
             yield f"it serves at most {self.max_query_len} rows per request"
         if captured and not self.capturable:
             yield "it cannot be part of a full graph"
-        if self.host_lengths and batch.host_seq_lens is None:
+        if self.host_lengths and (batch.host_seq_lens is None or batch.host_query_lens is None):
             yield "it plans on the host and the batch has no host_query_lens and host_seq_lens"
+        limit = None if self.limits is None else self.limits(call, batch)
+        if limit is not None:
+            yield limit
 
 
 @dataclass(frozen=True)
@@ -103,22 +108,18 @@ def choose(call: AttentionCall, batch: AttentionBatch, captured: bool) -> Mode:
     """
     _check_call(call, batch)
     name = call.implementation
-    if name == "auto":
-        able = able_implementations(call, batch, captured)
-        if not able:
-            raise AttentionError.incapable(name, _fault(load("torch"), call, batch, captured) or "", ())
-        name = able[0]
-    elif name not in NAMES:
+    if name != "auto" and name not in NAMES:
         raise AttentionError.unknown(name, ("auto", *NAMES))
-    implementation = load(name)
+    # One after another: an implementation that is not needed is not imported either.
+    for candidate in NAMES if name == "auto" else (name,):
+        for mode in load(candidate).modes:
+            if mode.lacks(call, batch, captured) is None:
+                return mode
+    implementation = load("torch" if name == "auto" else name)
+    able = able_implementations(call, batch, captured)
     if implementation.missing is not None:
-        able = able_implementations(call, batch, captured)
         raise AttentionError.not_installed(name, implementation.missing, able)
-    for mode in implementation.modes:
-        if mode.lacks(call, batch, captured) is None:
-            return mode
-    fault = _fault(implementation, call, batch, captured)
-    raise AttentionError.incapable(name, fault or "", able_implementations(call, batch, captured))
+    raise AttentionError.incapable(name, _fault(implementation, call, batch, captured) or "", able)
 
 
 def able_implementations(call: AttentionCall, batch: AttentionBatch, captured: bool) -> tuple[str, ...]:
