@@ -1,0 +1,57 @@
+"""The kernels around library attention, in a process of their own that has Triton's interpreter on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+import torch
+from attention_cases import WRONG, Shape, check_cache, make_case
+from piecewise_graph.custom_ops.attention import kv_write
+from piecewise_graph.custom_ops.launch import Launcher
+
+Launcher.bind = lambda self, grid, args, *constants: lambda: self._kernel[grid](*args, *constants)
+MIXED = ((5, 1), (0, 7), (0, 0), (33, 3), (0, 1), (16, 1))
+SHAPES = (
+    Shape(MIXED, head_dim=80),
+    Shape(((5, 1), (0, 0), (0, 1)), uniform=True),
+    Shape(((20, 5), (3, 5), (0, 0)), tree=True),
+    Shape(((20, 40), (3, 40), (0, 0)), tree=True),
+)
+for shape in SHAPES:
+    case = make_case(shape, dtype=torch.float32, device=torch.device("cpu"), implementation="torch")
+    batch, call = case.batch, case.call
+    mask = packed = None
+    if batch.tree_mask is not None:
+        mask = batch.tree_mask.view(-1, batch.query_len)
+        packed = torch.empty(batch.num_tokens, -(-batch.query_len // 32), dtype=torch.int32)
+    kv_write.write_kv(batch, call, mask, packed)
+    check_cache(case)
+    if mask is not None:
+        bits = (packed[:, :, None].long() >> torch.arange(32)) & 1
+        assert torch.equal(bits.flatten(1)[:, : batch.query_len].bool(), mask)
+    out = torch.cat([call.out, call.out[:3]])
+    batch.slot_mapping.resize_(batch.num_tokens + 3)  # three rows that belong to no request
+    kv_write.zero_padding(batch, call, out)
+    starts = [*batch.qo_indptr.tolist(), len(out)]
+    for request, length in enumerate([*batch.seq_lens.tolist(), 0]):
+        rows = out[starts[request] : starts[request + 1]]
+        assert bool((rows == (WRONG if length else 0)).all()), (shape, request)
+"""
+
+
+def test_kernels_write_what_they_should_and_nothing_else() -> None:
+    here = str(Path(__file__).parent)
+    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
