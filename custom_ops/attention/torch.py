@@ -27,7 +27,7 @@ def attend(batch: AttentionBatch, state: None, call: AttentionCall) -> None:
         call.q[lookup.clamp(max=rows - 1)],
         keys,
         values,
-        _visible(batch, call.window),
+        visible(batch, call.window),
         call.scale,
         call.softcap,
     )
@@ -82,7 +82,7 @@ def _gather(cached: Tensor, batch: AttentionBatch) -> Tensor:
     return torch.where(there[:, :, None, None], gathered, 0)
 
 
-def _visible(batch: AttentionBatch, window: int | None) -> Tensor:
+def visible(batch: AttentionBatch, window: int | None) -> Tensor:
     """bool `[requests, max_query_len, tokens]`."""
     device, page_size = batch.seq_lens.device, batch.kv_cache.page_size
     tokens = -(-batch.max_seq_len // page_size) * page_size
