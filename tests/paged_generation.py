@@ -114,10 +114,23 @@ class Generator:
         return logits[0].argmax(-1).tolist()
 
 
-def alone(model: Callable[..., Any], prompt: list[int], new_tokens: int, device: torch.device) -> list[int]:
-    """Greedy tokens of one request in eager transformers, without any cache."""
-    ids = torch.tensor([prompt], device=device)
+@dataclass(frozen=True)
+class Alone:
+    """Greedy tokens of one request in eager transformers, and how far each was ahead of the second best."""
+
+    tokens: list[int]
+    gaps: list[float]
+
+    def first_difference(self, found: list[int]) -> int | None:
+        different = [i for i, (a, b) in enumerate(zip(self.tokens, found, strict=True)) if a != b]
+        return different[0] if different else None
+
+
+def alone(model: Callable[..., Any], prompt: list[int], new_tokens: int, device: torch.device) -> Alone:
+    """Generate without any cache."""
+    ids, gaps = torch.tensor([prompt], device=device), []
     for _ in range(new_tokens):
-        best = model(input_ids=ids, use_cache=False).logits[0, -1].argmax()
-        ids = torch.cat([ids, best.view(1, 1)], 1)
-    return ids[0, len(prompt) :].tolist()
+        best = model(input_ids=ids, use_cache=False).logits[0, -1].float().topk(2)
+        gaps.append(float(best.values[0] - best.values[1]))
+        ids = torch.cat([ids, best.indices[:1].view(1, 1)], 1)
+    return Alone(ids[0, len(prompt) :].tolist(), gaps)

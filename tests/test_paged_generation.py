@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import models
 import pytest
 import torch
 import transformers
-from paged_generation import Generator, alone
+from paged_generation import Alone, Generator, alone
 
 import piecewise_graph as pg
 from piecewise_graph.custom_ops.attention.implementations import load
@@ -24,10 +25,17 @@ PROMPTS = [
 NEW_TOKENS = [12, 7, 9, 14, 5, 11, 3, 10]
 
 
-def byte_llama(device: torch.device, attention: str) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        REPOSITORY_MODEL, attn_implementation=attention, dtype=torch.float32
-    ).to(device).eval()  # fmt: skip
+# FlashInfer and flash-attn have no kernels for float32. In bfloat16 two ways to add up the same numbers may
+# order two tokens differently whose logits are this close (eight steps of bfloat16 at logits around 8).
+HALF = {"flashinfer", "flash_attn"}
+TIE = 0.25
+
+
+def byte_llama(device: torch.device, attention: str, dtype: torch.dtype) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        REPOSITORY_MODEL, attn_implementation=attention, dtype=dtype
+    )
+    return model.to(device).eval()
 
 
 def encoded() -> list[list[int]]:
@@ -35,36 +43,44 @@ def encoded() -> list[list[int]]:
     return [tokenizer(text, add_special_tokens=False).input_ids for text in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
+@cache
+def each_alone(dtype: torch.dtype) -> list[Alone]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = byte_llama(device, "eager")
+    model = byte_llama(device, "eager", dtype)
     with torch.no_grad():
         return [alone(model, ids, n, device) for ids, n in zip(encoded(), NEW_TOKENS, strict=True)]
+
+
+def assert_equal_but_for_ties(found: list[list[int]], wanted: list[Alone], tie: float) -> None:
+    """Token for token; after a tie, requests may go different ways, but not most of them."""
+    ties = 0
+    for tokens, reference in zip(found, wanted, strict=True):
+        at = reference.first_difference(tokens)
+        if at is not None:
+            assert reference.gaps[at] < tie, f"token {at} differs, {reference.gaps[at]} ahead of the next"
+            ties += 1
+    assert ties <= len(wanted) // 4
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("full", [False, True], ids=["piecewise", "full"])
 @pytest.mark.parametrize("implementation", ["torch", "triton", "flashinfer", "flash_attn"])
 def test_eight_requests_equal_each_alone(
-    implementation: str,
-    full: bool,
-    page_size: int,
-    expected: list[list[int]],
-    device: torch.device,
-    no_grad: None,
+    implementation: str, full: bool, page_size: int, device: torch.device, no_grad: None
 ) -> None:
     """Prefill and decode mixed in one batch, then decode alone, requests leaving one after another."""
     if implementation != "torch" and (device.type == "cpu" or load(implementation).missing):
         pytest.skip(f"{implementation} does not run here")
+    if (implementation, full, page_size) == ("flashinfer", True, 1):
+        pytest.skip("FlashInfer's capturable kernel has no pages of one token")
+    dtype = torch.bfloat16 if implementation in HALF else torch.float32
     name = f"piecewise-{implementation}"
     pg.register_attention(name, implementation)
-    model = byte_llama(device, name)
+    model = byte_llama(device, name, dtype)
     compiled = pg.compile(model, compiler="aot_eager", capture_sizes=[1, 2, 4, 8, 64, 256])
-    generator = Generator(
-        compiled, model.config, device=device, dtype=torch.float32, page_size=page_size, full=full
-    )
-    assert generator.run(encoded(), NEW_TOKENS, stagger=1) == expected
+    generator = Generator(compiled, model.config, device=device, dtype=dtype, page_size=page_size, full=full)
+    found = generator.run(encoded(), NEW_TOKENS, stagger=1)
+    assert_equal_but_for_ties(found, each_alone(dtype), TIE if implementation in HALF else 0.0)
     assert generator.table.free_pages == generator.table.total_pages
     counts = pg.counters.snapshot()
     assert counts["traces"] == 1
@@ -81,7 +97,7 @@ def test_other_models_equal_each_request_alone(name: str, device: torch.device, 
     model.set_attn_implementation("piecewise-torch")
     rng = random.Random(0)
     prompts = [[rng.randrange(1, models.VOCABULARY) for _ in range(n)] for n in (3, 30, 1, 17)]
-    wanted = [alone(reference, prompt, 6, device) for prompt in prompts]
+    wanted = [alone(reference, prompt, 6, device).tokens for prompt in prompts]
     compiled = pg.compile(model, compiler="eager", capture_sizes=[4, 16, 64])
     generator = Generator(
         compiled, model.config, device=device, dtype=torch.float32, full=True, buckets=(4,), chunk=8
