@@ -242,8 +242,8 @@ def accept_greedy(
     accepted tokens are in place already, whatever the page size. Reserve `seq_len + N` tokens before the
     round: a row too short for them is not permuted.
 
-    Source: draft-extend rows of fixed size as in sglang#6606 and #9588; the commit permutes a block table where
-    SGLang moves K and V.
+    Source: draft-extend rows of fixed size as in sglang#6606 and #9588; the commit permutes a block table
+    where SGLang moves K and V.
 
     Args:
         batch: seq_lens `[B]` before verify.
