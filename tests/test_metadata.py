@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -164,7 +166,7 @@ def test_a_token_past_the_end_of_its_row_goes_to_the_sink() -> None:
 def draft(
     batch: md.Batch, steps: int, topk: int, generator: torch.Generator, vocab: int = 50
 ) -> tuple[md.DraftSteps, md.Branches, list[md.Branches]]:
-    """A whole draft with random children; the branches after each level. Scores tie often, on purpose."""
+    """A whole draft with random children, and the branches after each level. Scores often tie."""
     levels = md.DraftSteps.allocate(batch, steps=steps, topk=topk, kv_capacity=batch.size * topk * 400)
     md.draft_steps(batch, levels)
     branches, history = md.Branches.allocate(batch, steps=steps, topk=topk), []
@@ -693,3 +695,8 @@ def test_ops_can_be_compiled_into_a_graph() -> None:
     found = step(batch.requests, batch.seq_lens, batch.table)
     assert torch.equal(found[0], positions) and torch.equal(found[1], slots)
     assert torch.equal(batch.seq_lens, eager)
+
+
+def test_importing_the_ops_loads_no_triton() -> None:
+    code = "import piecewise_graph.custom_ops.metadata, sys; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,7 +2,8 @@
 """Triton kernels of batches and drafts. Arguments as in the reference; grids and constants in `launches.py`.
 
 One program serves one request (and one chunk of its tokens or pages), so that what belongs to a request is
-ordered by one program and needs barriers at most. Loops are bounded by device data, never by the host.
+ordered by one program and needs barriers at most. Loops have constant bounds or are `while`: with
+numpy 2.4, Triton's interpreter cannot count to a tensor.
 """
 
 import triton
@@ -125,7 +126,7 @@ def advance_kernel(
     tl.store(seq_lens + b, tl.where(live, length + 1, 0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_requests", "levels", "row_pages", "capacity"])
+@triton.jit(do_not_specialize=["num_requests", "row_pages", "capacity"])
 def draft_steps_kernel(
     requests,
     seq_lens,
@@ -136,10 +137,10 @@ def draft_steps_kernel(
     kv_indptr,
     kv_indices,
     num_requests,
-    levels,
     row_pages,
     capacity,
     PAGE: tl.constexpr,
+    LEVELS: tl.constexpr,
     TOPK: tl.constexpr,
     HAS_KV: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -151,7 +152,7 @@ def draft_steps_kernel(
     live = request != 0
     length = tl.where(live, tl.load(seq_lens + b), 0)
     i = tl.arange(0, BLOCK_L)  # branch j of level s is i = s*k + j, and so is its token, after the prefix
-    level, branch, wanted = i // TOPK, i % TOPK, i < levels * TOPK
+    level, branch, wanted = i // TOPK, i % TOPK, i < LEVELS * TOPK
     if chunk == 0:
         row = (level * num_requests + b) * TOPK + branch
         tl.store(positions + row, tl.where(live, length + level, 0), mask=wanted)
@@ -175,14 +176,14 @@ def draft_steps_kernel(
                 d = tl.arange(0, BLOCK_L)[None, :]
                 at = base[:, None] + length + d
                 mine = wanted[:, None] & (d <= level[:, None]) & live & (at < capacity)
-                own = slot_of(table, request, length + d, (d < levels) & live, row_pages, PAGE)
+                own = slot_of(table, request, length + d, (d < LEVELS) & live, row_pages, PAGE)
                 own = tl.broadcast_to(own, [BLOCK_L, BLOCK_L])
                 tl.store(kv_indices + level[:, None].to(tl.int64) * capacity + at, own, mask=mine)
         if chunk * BLOCK < length:
             token = chunk * BLOCK + tl.arange(0, BLOCK)
             mine = (token < length) & (token < row_pages * PAGE)
             prefix = slot_of(table, request, token, mine, row_pages, PAGE)
-            for s in range(levels):
+            for s in range(LEVELS):
                 start = TOPK * (tokens_before + (s + 1) * live_before)
                 row_of_level = kv_indices + tl.cast(s, tl.int64) * capacity
                 for j in range(TOPK):

@@ -13,17 +13,25 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from ..launch import Launch, Launcher
-from . import checks, kernels, kernels_verify
+from ..launch import Grid, Launch, Launcher
+from . import checks, kernels, kernels_accept, kernels_tree
 
 _BLOCK = 1024
 _BLOCK_V = 8192
 _pow2 = triton.next_power_of_2
 
 
+class _Interpreted(Launcher):
+    """Triton's interpreter has no compiled variants to bind, though its functions have a `warmup`."""
+
+    def bind(self, grid: Grid, args: Sequence[Tensor | int | float], *constants: Any) -> Launch:
+        return lambda: None if 0 in grid else self._kernel[grid](*args, *constants)
+
+
 @cache
 def _launcher(kernel: Any, num_warps: int) -> Launcher:
-    return Launcher(kernel, num_warps=num_warps)
+    kind = Launcher if isinstance(kernel, triton.JITFunction) else _Interpreted
+    return kind(kernel, num_warps=num_warps)
 
 
 def bind(name: str, args: Sequence[Any]) -> Launch:
@@ -122,8 +130,9 @@ def _draft_steps(
         tensors += [requests, requests]  # never touched
     return _launcher(kernels.draft_steps_kernel, 4 if with_kv else 1).bind(
         (size if levels else 0, chunks, 1),
-        (*tensors, size, levels, pages, indices.shape[1] if indices is not None else 0),
+        (*tensors, size, pages, indices.shape[1] if indices is not None else 0),
         page_size,
+        levels,
         topk,
         with_kv,
         _pow2(size),
@@ -181,7 +190,7 @@ def _build_tree(
     chain = scores is None or parents is None
     block = _pow2(nodes)
     extra = (requests, requests) if scores is None or parents is None else (scores, parents)
-    return _launcher(kernels_verify.build_tree_kernel, _warps(block)).bind(
+    return _launcher(kernels_tree.build_tree_kernel, _warps(block)).bind(
         (size, 1, 1),
         (
             *(requests, seq_lens, table, root_tokens, draft_tokens, *extra, *outs),
@@ -213,7 +222,7 @@ def _accept_greedy(
     nodes = tokens.numel() // size
     block = _pow2(nodes)
     tree = requests if mask is None else mask
-    return _launcher(kernels_verify.accept_greedy_kernel, 1 if mask is None else _warps(block)).bind(
+    return _launcher(kernels_accept.accept_greedy_kernel, 1 if mask is None else _warps(block)).bind(
         (size, 1, 1),
         (requests, seq_lens, table, tokens, tree, target_ids, *outs, nodes, longest, table.shape[1]),
         page_size,
@@ -266,10 +275,12 @@ def _accept_sampled(
     size, nodes, vocab = target_probs.shape
     longest = outs[0].shape[1]
     block_v = min(_BLOCK_V, _pow2(vocab))
+    blocks = triton.cdiv(vocab, block_v)
     tree = requests if mask is None else mask
     draft = target_probs if draft_probs is None else draft_probs
     tensors = (requests, seq_lens, table, tokens, tree, target_probs, draft, uniforms, *outs)
-    return _launcher(kernels_verify.accept_sampled_kernel, max(block_v // 512, 1)).bind(
+    warps = max(block_v // 512, _warps(_pow2(nodes)))
+    return _launcher(kernels_accept.accept_sampled_kernel, warps).bind(
         (size, 1, 1),
         (*tensors, nodes, longest, table.shape[1], vocab),
         page_size,
@@ -278,5 +289,6 @@ def _accept_sampled(
         _pow2(nodes),
         _pow2(longest),
         block_v,
-        _pow2(triton.cdiv(vocab, block_v)),
+        blocks,
+        _pow2(blocks),
     )

@@ -1,0 +1,266 @@
+"""The Triton kernels against the torch reference: compiled on a GPU, in Triton's interpreter without one.
+
+Triton reads TRITON_INTERPRET when it is imported, so the interpreter needs a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_metadata import (
+    PAGES,
+    SEEDS,
+    dyadic_probs,
+    dyadic_uniforms,
+    random_batch,
+    random_verify,
+)
+from torch import Tensor
+
+from piecewise_graph.custom_ops import metadata as md
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+needs_kernels = [] if INTERPRETED else pytest.mark.gpu
+EXAMPLES = settings(max_examples=25 if INTERPRETED else 60, deadline=None)
+SIZES, PAGE_SIZES = st.integers(1, 6), st.sampled_from(sorted(PAGES))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def kernel(name: str, flat: tuple) -> None:
+    from piecewise_graph.custom_ops.metadata import launches
+
+    launches.bind(name, flat)()
+
+
+def copies(flat: tuple, device: torch.device) -> tuple:
+    return tuple(x.to(device, copy=True) if isinstance(x, Tensor) else x for x in flat)
+
+
+def agree(op: md.MetadataOp, *args: object, **kwargs: object) -> None:
+    """Kernel and reference leave the same in every tensor; then the arguments get the results.
+
+    Outputs start as garbage (whatever the caller left in them), so that untouched entries show.
+    """
+    flat = op.flatten(*args, **kwargs)
+    ours, expected = copies(flat, DEVICE), copies(flat, torch.device("cpu"))
+    kernel(op.name, ours)
+    getattr(torch.ops.piecewise, op.name)(*expected)
+    for place, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
+        if isinstance(theirs, Tensor):
+            assert torch.equal(mine.cpu(), theirs), f"argument {place} of {op.name}:\n{mine}\n{theirs}"
+    for given_value, value in zip(flat, expected, strict=True):
+        if isinstance(value, Tensor):
+            given_value.copy_(value)
+
+
+def garbage(bundle: object) -> object:
+    for tensor in bundle.args:
+        if isinstance(tensor, Tensor):
+            tensor.copy_(torch.randint(0, 2, tensor.shape) if tensor.dtype == torch.bool else tensor - 9)
+    return bundle
+
+
+class TestKernels:
+    pytestmark = needs_kernels
+
+    @EXAMPLES
+    @given(SEEDS, SIZES, PAGE_SIZES, st.integers(0, 20))
+    def test_extend_batch(self, seed: int, size: int, page_size: int, spare: int) -> None:
+        batch = random_batch(seed, size, page_size, room=0)
+        queries = torch.minimum(batch.seq_lens, torch.randint(0, 12, (size,))).int()
+        rows = max(int(queries.sum()) + spare - 5, 1)  # rows that do not fit are dropped
+        out = garbage(md.ExtendRows.allocate(batch, rows))
+        agree(md.extend_batch, batch, queries, out)
+        narrow = replace(out, block_table=out.block_table[:, :2].contiguous())
+        agree(md.extend_batch, batch, queries, narrow)
+
+    @EXAMPLES
+    @given(SEEDS, SIZES, PAGE_SIZES, st.integers(1, 300))
+    def test_kv_indices(self, seed: int, size: int, page_size: int, capacity: int) -> None:
+        batch = random_batch(seed, size, page_size, room=0)
+        agree(md.kv_indices, batch, garbage(md.PagedKV.allocate(batch, capacity)))
+
+    @EXAMPLES
+    @given(SEEDS, SIZES, PAGE_SIZES)
+    def test_advance(self, seed: int, size: int, page_size: int) -> None:
+        batch = random_batch(seed, size, page_size, room=0)  # full rows: the next token is in the sink
+        agree(md.advance, batch, batch.ints(size) - 1, batch.ints(size) - 1)
+
+    @EXAMPLES
+    @given(SEEDS, st.integers(1, 4), PAGE_SIZES, st.integers(1, 5), st.integers(1, 5), st.booleans())
+    def test_a_whole_draft_and_its_tree(
+        self, seed: int, size: int, page_size: int, steps: int, topk: int, with_kv: bool
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        batch = random_batch(seed, size, page_size, room=seed % 30)  # too little room at times
+        capacity = int(torch.randint(1, size * topk * 80, (), generator=generator)) if with_kv else None
+        levels = garbage(md.DraftSteps.allocate(batch, steps=steps, topk=topk, kv_capacity=capacity))
+        agree(md.draft_steps, batch, levels)
+        branches = garbage(md.Branches.allocate(batch, steps=steps, topk=topk))
+        for level in range(steps):
+            shape = (size, topk) if level == 0 else (size, topk, topk)
+            probs = torch.randint(0, 9, shape, generator=generator) / 8
+            tokens = torch.randint(0, 99, shape, generator=generator)
+            tokens = tokens.int() if seed % 2 else tokens
+            agree(md.select_branches, batch, level, probs, tokens, branches, levels)
+        count = branches.all_scores.shape[1]
+        nodes = 1 + int(torch.randint(0, min(count, 40) + 1, (), generator=generator))
+        tree, roots = garbage(md.Tree.allocate(batch, nodes=nodes)), torch.randint(0, 99, (size,))
+        listed = {"scores": branches.all_scores, "parents": branches.all_parents}
+        agree(md.build_tree, batch, roots, branches.all_tokens, tree, **listed)
+
+    @EXAMPLES
+    @given(SEEDS, SIZES, PAGE_SIZES, st.integers(1, 33))
+    def test_build_chain(self, seed: int, size: int, page_size: int, nodes: int) -> None:
+        batch = random_batch(seed, size, page_size, room=0)
+        tokens, roots = torch.randint(0, 99, (size, nodes - 1)), batch.ints(size) + 5
+        agree(md.build_tree, batch, roots, tokens, garbage(md.Tree.allocate(batch, nodes=nodes)))
+
+    @EXAMPLES
+    @given(SEEDS, st.integers(1, 4), st.integers(1, 34), st.integers(1, 7), st.booleans())
+    def test_accept_a_tree(self, seed: int, size: int, nodes: int, steps: int, greedy: bool) -> None:
+        vocab = 41
+        batch, _, tokens, mask = random_verify(seed, size, nodes, steps, vocab)
+        batch = replace(batch, seq_lens=batch.seq_lens + seed % 3)  # too little room at times
+        out = garbage(md.Accepted.allocate(batch, nodes=nodes, steps=steps))
+        if greedy:
+            # A choice that is mostly some child's token.
+            target = tokens[torch.randint(0, size * nodes, (size * nodes,))]
+            target = target.long() if seed % 2 else target
+            agree(md.accept_greedy, batch, tokens, target, out, mask=mask)
+        else:
+            generator = torch.Generator().manual_seed(seed)
+            probs = dyadic_probs(generator, size, nodes, vocab)
+            uniforms = dyadic_uniforms(generator, size, nodes) * (seed % 2 or 0.25)
+            agree(md.accept_tree, batch, tokens, probs, uniforms, out, mask=mask)
+
+    @EXAMPLES
+    @given(
+        SEEDS, st.integers(1, 4), PAGE_SIZES, st.integers(1, 20), st.sampled_from(["greedy", "ratio", "mass"])
+    )
+    def test_accept_a_chain(self, seed: int, size: int, page_size: int, steps: int, rule: str) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        vocab, nodes = 1 + seed % 300, steps + 1
+        batch = random_batch(seed, size, page_size, room=seed % 40)
+        tokens = torch.randint(0, vocab, (size * nodes,), generator=generator).int()
+        out = garbage(md.Accepted.allocate(batch, nodes=nodes, steps=steps))
+        if rule == "greedy":
+            target = tokens.roll(-1)
+            wrong = torch.rand(target.shape, generator=generator) < 0.2
+            agree(md.accept_greedy, batch, tokens, torch.where(wrong, target + 1, target), out)
+            return
+        p, q = dyadic_probs(generator, size, nodes, vocab), dyadic_probs(generator, size, steps, vocab)
+        if seed % 3 == 0:
+            q = p[:, :-1].clone()
+        uniforms = dyadic_uniforms(generator, size, nodes)
+        if rule == "ratio":
+            agree(md.accept_chain, batch, tokens, p, q, uniforms, out)
+        else:
+            agree(md.accept_tree, batch, tokens, p, uniforms / 8, out)
+
+    @pytest.mark.parametrize("rule", ["ratio", "mass", "tree"])
+    def test_a_vocabulary_of_several_blocks(self, rule: str) -> None:
+        size, nodes, vocab = 3, 4, 20_000
+        generator = torch.Generator().manual_seed(1)
+        batch, _, tokens, mask = random_verify(1, size, nodes, 3, vocab)
+        p, q = dyadic_probs(generator, size, nodes, vocab), dyadic_probs(generator, size, nodes - 1, vocab)
+        tokens = p.view(-1, vocab).argmax(1).int() if rule == "tree" else tokens
+        out = md.Accepted.allocate(batch, nodes=nodes, steps=3)
+        for _ in range(4):
+            uniforms = dyadic_uniforms(generator, size, nodes)
+            if rule == "ratio":
+                agree(md.accept_chain, batch, tokens, p, q, uniforms, out)
+            else:
+                agree(md.accept_tree, batch, tokens, p, uniforms, out, mask=mask if rule == "tree" else None)
+
+    def test_a_row_without_weights_draws_from_the_target(self) -> None:
+        """max(p - q, 0) is 0 everywhere, though the draft was refused: only rounding does that."""
+        batch = random_batch(5, 2, 1, room=3)
+        tokens = torch.zeros(4, dtype=torch.int32)
+        p = torch.tensor([0.0, 0.5, 0.25]).expand(2, 2, 3).contiguous()
+        q = torch.tensor([0.5, 0.5, 0.5]).expand(2, 1, 3).contiguous()
+        out = md.Accepted.allocate(batch, nodes=2, steps=1)
+        agree(md.accept_chain, batch, tokens, p, q, torch.full((2, 2), 0.75), out)
+
+    def test_lengths_may_advance_in_place(self) -> None:
+        batch = random_batch(3, 4, 1, room=5)
+        tokens, expected = batch.ints(20), md.Accepted.allocate(batch, nodes=5, steps=4)
+        lens = batch.seq_lens.clone()
+        md.accept_greedy(batch, tokens, tokens, expected)
+        here = replace(batch, **{n: getattr(batch, n).to(DEVICE) for n in ("requests", "seq_lens", "table")})
+        out = replace(md.Accepted.allocate(here, nodes=5, steps=4), new_seq_lens=here.seq_lens)
+        kernel("accept_greedy", md.accept_greedy.flatten(here, tokens.to(DEVICE), tokens.to(DEVICE), out))
+        assert torch.equal(here.seq_lens.cpu(), expected.new_seq_lens)
+        assert torch.equal(out.positions.cpu(), expected.positions)
+        assert not torch.equal(lens, expected.new_seq_lens)
+
+
+def chain_round(size: int, nodes: int) -> tuple[md.Batch, md.Accepted, list[Callable[[], None]], tuple]:
+    """The three bound launches of a greedy round on the GPU, and what has to stay alive."""
+    device = torch.device("cuda")
+    batch = random_batch(9, size, 16, room=nodes, device=device)
+    levels = md.DraftSteps.allocate(batch, steps=nodes - 1, topk=1)
+    tree = md.Tree.allocate(batch, nodes=nodes)
+    out = md.Accepted.allocate(batch, nodes=nodes, steps=nodes - 1)
+    drafts = torch.arange(size * (nodes - 1), device=device).view(size, nodes - 1) % 3
+    target = torch.arange(size * nodes, device=device) % 3
+    launches = [
+        md.draft_steps.bind(batch, levels),
+        md.build_tree.bind(batch, batch.ints(size), drafts, tree),
+        md.accept_greedy.bind(batch, tree.tokens, target, out),
+    ]
+    return batch, out, launches, (levels, tree, drafts, target)
+
+
+@pytest.mark.gpu
+def test_a_round_is_captured_and_replayed_without_a_sync() -> None:
+    batch, out, launches, _alive = chain_round(8, 5)
+    for launch in launches:
+        launch()  # compiles
+    torch.cuda.synchronize()
+    expected = [x.clone() for x in out.args]
+    for x in out.args:
+        x.fill_(-5)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            for launch in launches:
+                launch()
+        graph.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x, y) for x, y in zip(out.args, expected, strict=True))
+    batch.seq_lens.zero_()  # a replay reads what is on the device by then
+    graph.replay()
+    assert torch.equal(out.new_seq_lens, out.accept_len)
+    assert out.accept_len.any()
+
+
+@pytest.mark.gpu
+def test_the_op_launches_the_kernel_on_cuda() -> None:
+    batch = random_batch(4, 5, 16, room=2, device=torch.device("cuda"))
+    positions, slots = batch.ints(5), batch.ints(5)
+    here = replace(batch, **{n: getattr(batch, n).cpu() for n in ("requests", "seq_lens", "table")})
+    expected = here.ints(5), here.ints(5)
+    md.advance(batch, positions, slots)
+    md.advance(here, *expected)
+    assert torch.equal(positions.cpu(), expected[0]) and torch.equal(slots.cpu(), expected[1])
