@@ -23,6 +23,13 @@ class AttentionError(PiecewiseError, ValueError):
         return cls(f"no attention implementation is named {name!r}.", f"choose one of {', '.join(known)}.")
 
     @classmethod
+    def reserved_name(cls, name: str) -> AttentionError:
+        return cls(
+            f"transformers takes {name!r} for an attention of its own: names with 'flash' or '|' are special.",
+            "choose another name for register_attention, such as 'piecewise'.",
+        )
+
+    @classmethod
     def not_installed(cls, name: str, why: str, able: Sequence[str]) -> AttentionError:
         return cls(f"attention implementation {name!r} is not usable here: {why}.", _others(able))
 

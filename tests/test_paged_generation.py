@@ -74,7 +74,7 @@ def test_eight_requests_equal_each_alone(
     if (implementation, full, page_size) == ("flashinfer", True, 1):
         pytest.skip("FlashInfer's capturable kernel has no pages of one token")
     dtype = torch.bfloat16 if implementation in HALF else torch.float32
-    name = f"piecewise-{implementation}"
+    name = f"piecewise-{implementation}".replace("flash", "f")  # 'flash' is transformers' own
     pg.register_attention(name, implementation)
     model = byte_llama(device, name, dtype)
     compiled = pg.compile(model, compiler="aot_eager", capture_sizes=[1, 2, 4, 8, 64, 256])
@@ -127,3 +127,9 @@ def test_rows_of_a_batch_are_refused(device: torch.device, no_grad: None) -> Non
 def test_unknown_implementation_is_refused_at_registration() -> None:
     with pytest.raises(AttentionError, match="named 'flash'"):
         pg.register_attention("mine", "flash")
+
+
+@pytest.mark.parametrize("name", ["piecewise-flashinfer", "paged|mine"])
+def test_name_that_transformers_would_misread_is_refused(name: str) -> None:
+    with pytest.raises(AttentionError, match="an attention of its own"):
+        pg.register_attention(name, "torch")

@@ -24,6 +24,8 @@ def register(name: str, implementation: str) -> None:
     """Make `attn_implementation=name` mean `piecewise::attention` with `implementation`."""
     if implementation not in ("auto", *NAMES):
         raise AttentionError.unknown(implementation, ("auto", *NAMES))
+    if "flash" in name or "|" in name:
+        raise AttentionError.reserved_name(name)
 
     def forward(
         module: nn.Module,
