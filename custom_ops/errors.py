@@ -25,7 +25,7 @@ class AttentionError(PiecewiseError, ValueError):
     @classmethod
     def reserved_name(cls, name: str) -> AttentionError:
         return cls(
-            f"transformers takes {name!r} for an attention of its own: names with 'flash' or '|' are special.",
+            f"transformers takes {name!r} for an attention of its own, as all names with 'flash' or '|'.",
             "choose another name for register_attention, such as 'piecewise'.",
         )
 
