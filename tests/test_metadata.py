@@ -25,6 +25,7 @@ PAGES = {1: 48, 16: 5, 64: 3}  # page size -> pages per request
 def random_batch(seed: int, size: int, page_size: int, room: int, device: torch.device = CPU) -> md.Batch:
     """Requests in any order, some padded (some with a length); `room` tokens are left in each."""
     generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)  # for what a test draws without a generator
     rows, pages = size + 3, PAGES[page_size]
     table = torch.randperm((rows - 1) * pages, generator=generator).view(rows - 1, pages) + 1
     table = torch.cat([torch.zeros(1, pages, dtype=torch.int64), table]).int()
@@ -42,8 +43,8 @@ def live_lens(batch: md.Batch) -> list[int]:
 
 def slot(batch: md.Batch, b: int, token: int) -> int:
     request = int(batch.requests[b])
-    if request == 0:
-        return 0
+    if request == 0 or token >= batch.table.shape[1] * batch.page_size:
+        return 0  # the sink
     page = int(batch.table[request, token // batch.page_size])
     return page * batch.page_size + token % batch.page_size
 
