@@ -8,9 +8,9 @@ A variant is specialised for pointers that are multiples of 16 bytes or not, and
 integers. The interpreter (TRITON_INTERPRET=1) has no variants; there a bound launch is the plain call.
 
 Note [The C launcher]
-`CompiledKernel.run` is a Python object around the launcher that Triton compiled for the kernel's signature; it
-allocates scratch memory for kernels that want some. For one that wants none, of a Triton whose argument order
-is known, the C function underneath is called directly.
+`CompiledKernel.run` is a Python object around the launcher that Triton compiled for the kernel's signature;
+it allocates scratch memory for kernels that want some. For one that wants none, of a Triton whose argument
+order is known, the C function underneath is called directly.
 
 Note [Scalars of the interpreter]
 The interpreter holds scalars as arrays of one element and takes `int` of them where a loop wants its bounds;

@@ -15,10 +15,10 @@ launch that reads the cache may also write it. Of the programs that serve the sa
 with the last split writes. A request's new tokens may not be another's old ones in the same batch.
 
 Note [Last arriver]
-The splits of a tile leave partial results (sum, maximum, weighted V) in the workspace; each then counts itself
-in, and whoever finds all others counted combines them and sets the counter back to 0, for the next launch.
-The barrier orders the stores of all threads before the one that counts, whose atomic releases them and, in
-the last program, acquires all others'. Partials are read past the first-level cache.
+The splits of a tile leave partial results (sum, maximum, weighted V) in the workspace; each then counts
+itself in, and whoever finds all others counted combines them and sets the counter back to 0, for the next
+launch. The barrier orders the stores of all threads before the one that counts, whose atomic releases them
+and, in the last program, acquires all others'. Partials are read past the first-level cache.
 """
 
 import triton
@@ -93,7 +93,12 @@ def _zero_tail(
     d = tl.arange(0, DIM)
     g = tl.arange(0, GROUP_POW2)
     for row in range(tl.load(qo_indptr + requests) + item, num_tokens, tl.num_programs(1)):
-        at = out + row.to(tl.int64) * out_row + (head * GROUP + g)[:, None] * out_head + d[None, :]
+        at = (
+            out
+            + (tl.full([], 0, tl.int64) + row) * out_row
+            + (head * GROUP + g)[:, None] * out_head
+            + d[None, :]
+        )
         zeros = tl.zeros([GROUP_POW2, DIM], out.dtype.element_ty)
         tl.store(at, zeros, mask=(g < GROUP)[:, None] & (d < HEAD_DIM)[None, :])
 
@@ -113,10 +118,14 @@ def _attend_tiles(
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, DIM)
+    last_old = tl.minimum(old, hi)
+    next_page = tl.load(table + (lo + n) // PAGE, mask=lo + n < last_old, other=0)
     for start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
         token = start + n
         is_new = token >= old
-        page = tl.load(table + token // PAGE, mask=token < old, other=0)
+        page = next_page
+        # A tile ahead, so that loads of K and V do not wait for it.
+        next_page = tl.load(table + (token + BLOCK_N) // PAGE, mask=token + BLOCK_N < last_old, other=0)
         slot = page.to(tl.int64) * PAGE + token % PAGE
         fresh = (token - old).to(tl.int64)
         k_at = tl.where(is_new, k_new + fresh * k_row, k_head + slot * SLOT)
@@ -141,7 +150,9 @@ def _attend_tiles(
                 column = token - column_zero
                 inside = (column >= 0) & (column < mask_width)
                 drawn = tl.load(
-                    mask_rows[:, None] + column[None, :] * mask_column, mask=row_there[:, None] & inside[None, :], other=0
+                    mask_rows[:, None] + column[None, :] * mask_column,
+                    mask=row_there[:, None] & inside[None, :],
+                    other=0,
                 )
                 seen = (drawn != 0) | (column < 0)[None, :]
                 if WINDOW:
@@ -203,8 +214,8 @@ def _combine(
 # What may lie anywhere, so that a variant serves every batch: no alignment is assumed of it.
 _LOOSE = ["block_table", "seq_lens", "qo_indptr", "slot_mapping", "tree_mask"]
 _INTEGERS = [
-    "requests", "num_tokens", "table_stride", "mask_request", "mask_row", "mask_column", "mask_width", "target",
-    "min_tiles",
+    "requests", "num_tokens", "table_stride", "mask_request", "mask_row", "mask_column", "mask_width",
+    "target", "min_tiles",
     "q_row", "q_head", "k_row", "k_step", "v_row", "v_step", "out_row", "out_head", "window",
 ]  # fmt: skip
 
@@ -299,7 +310,10 @@ def attend_kernel(
             for low in range(0, mask_width, BLOCK_N):
                 there = row_there[:, None] & (low + n < mask_width)[None, :]
                 position += tl.sum(
-                    tl.load(mask_rows[:, None] + (low + n)[None, :] * mask_column, mask=there, other=0).to(tl.int32), 1
+                    tl.load(mask_rows[:, None] + (low + n)[None, :] * mask_column, mask=there, other=0).to(
+                        tl.int32
+                    ),
+                    1,
                 )
     elif WINDOW:
         begin = tl.maximum(begin, tl.maximum(old + first_row - window + 1, 0) // BLOCK_N * BLOCK_N)
@@ -342,7 +356,7 @@ def attend_kernel(
     tl.store((v_head + slot)[:, None] + d[None, :], v_write, mask=write)
 
     out_base = out + (row_zero + first_row).to(tl.int64) * out_row + head * GROUP * out_head
-    if SPLIT:
+    if SPLIT:  # noqa: SIM102 - a constant, unlike the next: what is inside is not compiled without it
         if splits > 1:
             mine = item * KV_HEADS + head
             statistics = partials + tl.num_programs(1).to(tl.int64) * (KV_HEADS * BLOCK_M * DIM)

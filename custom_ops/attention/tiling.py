@@ -1,9 +1,9 @@
 """How the Triton kernel cuts a batch into tiles, from shapes and bounds that the host knows.
 
 Note [Splits]
-The device cuts the tokens of a batch into about `target` work items (per KV head) of equal size, none smaller
-than `min_tiles` tiles, and each request gets at least one per row block. So there are never more than `target`
-plus the number of row blocks, whatever the lengths are: that many programs are launched.
+The device cuts the tokens of a batch into about `target` work items (per KV head) of equal size, none
+smaller than `min_tiles` tiles, and each request gets at least one per row block. So there are never more than
+`target` plus the number of row blocks, whatever the lengths are: that many programs are launched.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _block_m(packed: int) -> int:
 
 
 def _tile(block_m: int, head_dim: int, itemsize: int) -> tuple[int, int, int]:
-    """block_n, warps, stages: what fits into registers and shared memory, and was fastest (bench_attention)."""
+    """block_n, warps, stages: what fits into registers and shared memory, and was fast."""
     wide = head_dim * itemsize > 256  # bytes of a row of K
     warps = 8 if block_m == 128 else 4
     if itemsize == 4:
