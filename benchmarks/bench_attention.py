@@ -115,7 +115,7 @@ def _setup(point: Point) -> Setup:
     torch.manual_seed(0)
     device, page_size = torch.device("cuda"), point.page_size
     pages = -(-point.context // page_size)
-    layers = min(max(_ROTATED // point.bytes_read + 1, 4), 128)
+    layers = min(max(_ROTATED // point.bytes_read + 1, 4), 400)
     cache = PagedKVCache(
         num_layers=layers, num_pages=1 + pages * point.requests, page_size=page_size, kv_heads=KV_HEADS,
         head_dim=HEAD_DIM, dtype=DTYPE, device=device,
@@ -204,18 +204,21 @@ def _device_times(
 ) -> dict[str, tuple[float, list[float]]]:
     """Median and quartiles of microseconds per call, the sides taking turns."""
     taken: dict[str, list[float]] = {name: [] for name in graphs}
-    repeat = max(200 // calls, 1)
-    for turn in range(rounds + 2):
+    repeat = dict.fromkeys(graphs, 1)
+    for turn in range(-2, rounds):
         for name, graph in graphs.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
             graph.replay()  # the clock starts on a busy device: launching is no part of it
             begin.record()
-            for _ in range(repeat):
+            for _ in range(repeat[name]):
                 graph.replay()
             end.record()
             end.synchronize()
-            if turn > 1:
-                taken[name].append(begin.elapsed_time(end) * 1e3 / repeat / calls)
+            milliseconds = begin.elapsed_time(end) / repeat[name]
+            if turn < 0:
+                repeat[name] = max(round(3 / milliseconds), 1)
+            else:
+                taken[name].append(milliseconds * 1e3 / calls)
     quartiles = {name: statistics.quantiles(each, n=4) for name, each in taken.items()}
     return {name: (middle, [low, high]) for name, (low, middle, high) in quartiles.items()}
 

@@ -104,14 +104,21 @@ def _entry(batch: AttentionBatch, state: State, call: AttentionCall) -> tuple[En
     if any(tensor.stride(2) != 1 for tensor in tensors):
         what = "q, k, v or out has a stride within a head"
         raise AttentionError.bad_batch(what, "make their last dimension contiguous")
-    strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
+    # The stride of a dimension of size 1 is never used, and may be anything.
+    strides = [tensor.stride(d) if tensor.shape[d] > 1 else 0 for tensor in tensors for d in (0, 1)]
     unit = 16 // call.q.element_size()
     if any(stride % unit for stride in strides):
         unit = 1
     scale, softcap = call.scale * _LOG2_E, 0.0
     if call.softcap is not None:
         scale, softcap = call.scale / call.softcap, call.softcap * _LOG2_E
-    own = (*tensors, *(stride // unit for stride in strides), scale, softcap, call.window or 0)
+    own: tuple[Any, ...] = (
+        *tensors,
+        *(stride // unit for stride in strides),
+        scale,
+        softcap,
+        call.window or 0,
+    )
     constants = (*state.config.constants, unit)
     cached = batch.kv_cache.k[call.layer], batch.kv_cache.v[call.layer]
     integers = state.args[len(state.tensors) :]
