@@ -178,7 +178,11 @@ def _combine(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Add up `splits` partial results of `count` packed rows, ROWS rows and PARTS splits at a time."""
+    """Add up `splits` partial results of `count` packed rows, ROWS rows and PARTS splits at a time.
+
+    Rows come first in the shapes, which gives each warp rows of its own and each thread all parts of what it
+    holds: nothing has to be exchanged between threads.
+    """
     d = tl.arange(0, DIM)
     part = tl.arange(0, PARTS)
     for base in range(0, count, ROWS):
@@ -187,9 +191,9 @@ def _combine(
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
         for low in range(0, splits, PARTS):
-            # Counted in elements of `statistics`; a partial has DIM times as many.
-            at = ((first + (low + part) * stride) * BLOCK_M)[:, None] + m[None, :]
-            there = (low + part < splits)[:, None] & (m < count)[None, :]
+            # Counted in rows of partial results.
+            at = ((first + (low + part) * stride) * BLOCK_M)[None, :] + m[:, None]
+            there = (low + part < splits)[None, :] & (m < count)[:, None]
             top = tl.load(statistics + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
             sums = tl.load(statistics + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
             values = tl.load(
@@ -198,12 +202,12 @@ def _combine(
                 other=0.0,
                 cache_modifier=".cg",
             )
-            best_now = tl.maximum(best, tl.max(top, 0))
+            best_now = tl.maximum(best, tl.max(top, 1))
             reference = tl.where(best_now == float("-inf"), 0.0, best_now)
-            share = tl.exp2(top - reference[None, :])
+            share = tl.exp2(top - reference[:, None])
             shrink = tl.exp2(best - reference)
-            total = total * shrink + tl.sum(share * sums, 0)
-            acc = acc * shrink[:, None] + tl.sum(values * share[:, :, None], 0)
+            total = total * shrink + tl.sum(share * sums, 1)
+            acc = acc * shrink[:, None] + tl.sum(values * share[:, :, None], 1)
             best = best_now
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         to = out_base + (m // GROUP).to(tl.int64) * out_row + (m % GROUP) * out_head
