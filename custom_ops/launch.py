@@ -6,17 +6,30 @@ loop launches one variant with the same addresses over and over. So a `Launcher`
 `bind` fixes grid and addresses; what is left per launch is one call of Triton's own C launcher.
 A variant is specialised for pointers that are multiples of 16 bytes or not, and never on the values of
 integers. The interpreter (TRITON_INTERPRET=1) has no variants; there a bound launch is the plain call.
+
+Note [The C launcher]
+`CompiledKernel.run` is a Python object around the launcher that Triton compiled for the kernel's signature;
+it allocates scratch memory for kernels that want some. For one that wants none, of a Triton whose argument
+order is known, the C function underneath is called directly.
+
+Note [Scalars of the interpreter]
+The interpreter holds scalars as arrays of one element and takes `int` of them where a loop wants its bounds;
+numpy 2.4 refuses that. Until Triton asks for the element, it is done here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
 Grid = tuple[int, int, int]
 Launch = Callable[[], None]
+Enqueue = Callable[[Grid, tuple[Any, ...]], None]
+
+_DIRECT = ("3.6.",)  # see Note [The C launcher]
 
 
 class Launcher:
@@ -42,34 +55,90 @@ class Launcher:
         """
         if 0 in grid:
             return _nothing
-        if not hasattr(self._kernel, "warmup"):
-            return lambda: self._kernel[grid](*args, *constants)
-        tensors = [value for value in args if isinstance(value, Tensor)]
-        pointers = [value.data_ptr() if isinstance(value, Tensor) else value for value in args]
-        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        key = tensors[0].device, aligned, tuple(tensor.dtype for tensor in tensors), constants
-        variant = self._variants.get(key)
-        if variant is None:
-            variant = self._kernel.warmup(*args, *constants, grid=grid, **self._options)
-            self._variants[key] = variant
-        return _bound(variant, grid, tensors[0].device.index or 0, (*pointers, *constants))
+        enqueue, arguments = self.variant(args, *constants), (*map(address, args), *constants)
+        return lambda: enqueue(grid, arguments)
 
     def __call__(self, grid: Grid, args: Sequence[Tensor | int | float], *constants: Any) -> None:
         """Launch once."""
         self.bind(grid, args, *constants)()
 
+    def variant(self, args: Sequence[Tensor | int | float], *constants: Any) -> Enqueue:
+        """The variant that serves `args`: `enqueue(grid, arguments)` with a grid of at least one program.
 
-def _bound(variant: Any, grid: Grid, device: int, arguments: tuple[Any, ...]) -> Launch:
+        `arguments` are the kernel's, constexprs included, tensors as what `address` makes of them. They may
+        be others than `args` as long as dtypes and constants are the same, and pointers (those in
+        `do_not_specialize_on_alignment` apart) are as aligned.
+        """
+        if interpreted():
+            _mend_interpreter()
+            return lambda grid, arguments: self._kernel[grid](*arguments)
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        device = tensors[0].device
+        key = device, aligned, tuple(tensor.dtype for tensor in tensors), constants
+        enqueue = self._variants.get(key)
+        if enqueue is None:
+            variant = self._kernel.warmup(*args, *constants, grid=(1, 1, 1), **self._options)
+            enqueue = self._variants[key] = _enqueue(variant, device.index or 0)
+        return enqueue
+
+
+def address(value: Any) -> Any:
+    """A launch argument for `Launcher.variant`; its caller keeps the tensor alive."""
+    return value.data_ptr() if isinstance(value, Tensor) and not interpreted() else value
+
+
+@cache
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+@cache
+def _mend_interpreter() -> None:
+    """See Note [Scalars of the interpreter]."""
+    from triton.runtime import interpreter
+
+    patch = getattr(interpreter, "_patch_lang_tensor", None)
+    if patch is None:
+        return
+
+    def patch_and_mend(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+def _enqueue(variant: Any, device: int) -> Enqueue:
+    import triton
     from triton.runtime import driver
 
     run, stream_of = variant.run, driver.active.get_current_stream
     function, metadata = variant.function, variant.packed_metadata
-    x, y, z = grid
+    if not (triton.__version__.startswith(_DIRECT) and _wants_no_scratch(run)):
 
-    def launch() -> None:
-        run(x, y, z, stream_of(device), function, metadata, None, None, None, *arguments)
+        def through_run(grid: Grid, arguments: tuple[Any, ...]) -> None:
+            run(*grid, stream_of(device), function, metadata, None, None, None, *arguments)
 
-    return launch
+        return through_run
+    launch, cooperative, dependent = run.launch, run.launch_cooperative_grid, run.launch_pdl
+
+    def enqueue(grid: Grid, arguments: tuple[Any, ...]) -> None:
+        launch(
+            *grid, stream_of(device), function, cooperative, dependent, None, None, metadata,
+            None, None, None, *arguments,
+        )  # fmt: skip
+
+    return enqueue
+
+
+def _wants_no_scratch(run: Any) -> bool:
+    needs = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
+    known = all(hasattr(run, name) for name in ("launch", "launch_cooperative_grid", "launch_pdl"))
+    return known and needs == [0, 0]
 
 
 def _nothing() -> None:

@@ -27,6 +27,7 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     tree: bool = False  # every request has the same number of rows, seen as a random tree
+    tree_width: int | None = None  # columns of its mask, None = one per row; older ones are in the cache
     uniform: bool = False  # padded requests have rows too (they stand in the batch, seq_len 0)
     max_seq_len: int | None = None
 
@@ -116,13 +117,19 @@ def random_rows(rows: int, heads: int, head_dim: int, dtype: torch.dtype, device
 
 
 def random_trees(shape: Shape, rows: int, rng: random.Random) -> Tensor:
-    """bool `[requests, rows, rows]`: node 0 is the root, each other's parent comes before it."""
-    mask = torch.zeros(len(shape.lengths), rows, rows, dtype=torch.bool)
-    for request in mask:
+    """bool `[requests, rows, width]`: row 0 is the root, each other's parent comes before it.
+
+    The last `rows` columns are the rows, and those before them tokens of the cache, where there are any.
+    """
+    older = (shape.tree_width or rows) - rows
+    mask = torch.zeros(len(shape.lengths), rows, older + rows, dtype=torch.bool)
+    for (before, _), request in zip(shape.lengths, mask, strict=True):
+        for column in range(max(older - before, 0), older):
+            request[0, column] = rng.random() < 0.5
         for node in range(rows):
             if node:
                 request[node] = request[rng.randrange(node)]
-            request[node, node] = True
+            request[node, older + node] = True
     return mask
 
 
@@ -142,7 +149,8 @@ def expected(case: Case) -> Tensor:
             seen = list(range(before + i + 1))
             if batch.tree_mask is not None:
                 drawn = batch.tree_mask[request, i].tolist()
-                seen = [*range(before), *(before + j for j in range(rows) if drawn[j])]
+                first = before + rows - len(drawn)
+                seen = [*range(first), *(first + j for j, seen in enumerate(drawn) if seen)]
             seen = seen[-shape.window :] if shape.window else seen
             for head in range(shape.heads):
                 scores = keys[seen, head // group] @ q[starts[request] + i, head] * call.scale

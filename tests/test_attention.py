@@ -27,6 +27,10 @@ SHAPES = {
     "tree": Shape(((20, 6), (3, 6), (0, 0), (64, 6)), tree=True),
     "tree page 1": Shape(((20, 6), (3, 6), (0, 0), (64, 6)), page_size=1, tree=True),
     "tree in a window": Shape(((20, 6), (3, 6), (0, 0), (64, 6)), tree=True, window=16),
+    "tree with ancestors in the cache": Shape(
+        ((20, 4), (3, 4), (0, 0), (64, 4)), page_size=1, tree=True, tree_width=9
+    ),
+    "wide tree in a window": Shape(((20, 4), (3, 4), (0, 0), (64, 4)), tree=True, tree_width=9, window=16),
     "longer bound": Shape(DECODE, uniform=True, max_seq_len=4096),
     **{f"head_dim {dim}": Shape(MIXED, head_dim=dim) for dim in (80, 96, 128, 256)},
 }
@@ -62,8 +66,9 @@ def shapes(draw: st.DrawFn) -> Shape:
     if draw(st.booleans()):
         rows = draw(st.integers(1, 8))
         trees = tuple((before, rows if count else 0) for before, count in shape.lengths)
-        window = None if shape.window is None else shape.window + rows
-        shape = dataclasses.replace(shape, lengths=trees, tree=True, window=window)
+        width = rows + draw(st.integers(0, 5))
+        window = None if shape.window is None else shape.window + width
+        shape = dataclasses.replace(shape, lengths=trees, tree=True, tree_width=width, window=window)
     return shape
 
 

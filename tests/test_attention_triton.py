@@ -1,0 +1,244 @@
+"""The Triton implementation against attention as a loop: compiled on a GPU, in Triton's interpreter without.
+
+Triton reads TRITON_INTERPRET when it is imported, so the interpreter needs a process of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from attention_cases import Case, Shape, check, expected, make_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_attention import SHAPES, shapes
+
+from piecewise_graph.custom_ops.attention import AttentionBatch
+from piecewise_graph.custom_ops.attention.call import AttentionCall
+from piecewise_graph.custom_ops.errors import AttentionError
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+needs_kernels = [] if INTERPRETED else pytest.mark.gpu
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+LONG = ((300, 1), (0, 1), (0, 0), (517, 1))
+WIDE = ((300, 5), (0, 5), (0, 0), (517, 5))
+SPLIT = {
+    "decode": Shape(LONG, uniform=True),
+    "decode, groups of 8, page 1": Shape(LONG, heads=8, kv_heads=1, page_size=1),
+    "decode, groups of 6, longer bound": Shape(LONG, heads=12, max_seq_len=8192),
+    "decode in a window, soft cap": Shape(LONG, window=400, softcap=4.0),
+    "verify, groups of 3": Shape(WIDE, heads=3, kv_heads=1, head_dim=80, uniform=True),
+    "tree": Shape(WIDE, tree=True, tree_width=7),
+    "tree in a window": Shape(WIDE, tree=True, window=280),
+    "64 packed rows": Shape(((100, 9), (300, 2)), heads=20, kv_heads=4, head_dim=16),
+}
+PREFILL = Shape(((0, 70), (100, 33), (0, 0), (60, 1)), heads=2, kv_heads=1, head_dim=16, page_size=64)
+
+
+EIGHT = {"heads": 8, "kv_heads": 2, "head_dim": 128}
+BIG = {
+    "decode": Shape(((8191, 1), (127, 1), (0, 0), (2000, 1), (0, 1)), 32, 8, 128, uniform=True),
+    "mixed": Shape(((8000, 1), (0, 300), (500, 64), (0, 0), (1023, 1)), **EIGHT),
+    "verify": Shape(((8000, 8), (3, 8), (0, 0), (700, 8)), **EIGHT, uniform=True),
+    "tree": Shape(((3000, 32), (3, 32), (0, 0)), **EIGHT, tree=True, tree_width=40),
+    "window": Shape(((8000, 3), (0, 200), (40, 1)), **EIGHT, window=1000, softcap=20.0),
+}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_triton_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def case_of(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> Case:
+    return make_case(shape, dtype=dtype, device=DEVICE, implementation="triton", seed=seed)
+
+
+def state_of(case: Case):
+    from piecewise_graph.custom_ops.attention.triton import State
+
+    (attend,) = case.batch._runs.values()
+    (state,) = (value for value in attend.args if isinstance(value, State))
+    return state
+
+
+@pytest.mark.usefixtures("no_grad")
+class TestKernels:
+    pytestmark = needs_kernels
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_equals_the_loop(self, name: str) -> None:
+        check(case_of(SHAPES[name]), 1e-5)
+
+    @pytest.mark.parametrize("name", SPLIT)
+    def test_splits_leave_the_counters_at_zero(self, name: str) -> None:
+        case = case_of(SPLIT[name])
+        check(case, 1e-5)
+        counters = state_of(case).tensors[-1]
+        assert not counters.any()
+        case.call.out.fill_(777.0)
+        check(case, 1e-5)
+
+    def test_prefill(self) -> None:
+        check(case_of(PREFILL), 1e-5)
+
+    @settings(max_examples=20, deadline=None)
+    @given(shape=shapes(), seed=st.integers(0, 99))
+    def test_random_batches(self, shape: Shape, seed: int) -> None:
+        check(case_of(shape, seed=seed), 1e-5)
+
+    def test_half_precision(self) -> None:
+        check(case_of(SHAPES["mixed"], torch.float16), TOLERANCE[torch.float16])
+
+    @pytest.mark.parametrize("layout", ["merged", "heads first", "odd"])
+    def test_any_strides_of_rows_and_heads(self, layout: str) -> None:
+        case = case_of(SHAPES["mixed"])
+        strided = dataclasses.replace(case, call=with_layout(case.call, layout))
+        check(strided, 1e-5)
+
+    def test_rows_of_no_request_become_zeros_and_rows_beyond_the_batch_stay(self) -> None:
+        case = case_of(Shape(((5, 1), (0, 7), (33, 3))))
+        padded = with_padding(case, behind=3, beyond=2)
+        padded.batch.run(padded.call, captured=False)
+        found = padded.call.out
+        assert torch.equal(found[11:14], torch.zeros_like(found[11:14]))
+        assert bool((found[14:] == 777.0).all())
+        wanted = expected(case)
+        assert (found[:11].double().cpu() - wanted).norm() < 1e-5 * wanted.norm()
+
+    def test_a_call_keeps_no_batch_alive(self) -> None:
+        case = case_of(SHAPES["decode"])
+        case.batch.run(case.call, captured=False)
+        batch, call = weakref.ref(case.batch), case.call
+        del case
+        gc.collect()
+        assert call.memo and batch() is None
+
+    def test_a_new_batch_finds_the_variant_and_the_workspace(self) -> None:
+        case = case_of(SPLIT["decode"])
+        check(case, 1e-5)
+        fields = [field.name for field in dataclasses.fields(AttentionBatch) if field.init]
+        again = AttentionBatch(**{name: getattr(case.batch, name) for name in fields})
+        first = state_of(case)
+        second = dataclasses.replace(case, batch=again)
+        check(second, 1e-5)
+        assert len(case.call.memo) == 1
+        assert state_of(second).tensors[-1] is first.tensors[-1]
+
+    def test_a_strided_table_is_refused(self) -> None:
+        case = case_of(SHAPES["decode"])
+        table = case.batch.block_table
+        strided = dataclasses.replace(case.batch, block_table=table.t().contiguous().t())
+        with pytest.raises(AttentionError, match="block_table"):
+            strided.run(case.call, captured=False)
+
+
+def with_layout(call: AttentionCall, layout: str) -> AttentionCall:
+    """The same call, its q, k and v in one merged tensor, heads before rows, or with rows of odd strides."""
+
+    def laid_out(x: torch.Tensor) -> torch.Tensor:
+        if layout == "heads first":
+            return x.transpose(0, 1).contiguous().transpose(0, 1)
+        pad = 1 if layout == "odd" else 16
+        wide = x.new_full((x.shape[0], x.shape[1] * x.shape[2] + pad), 777.0)
+        view = wide[:, : wide.shape[1] - pad].view(x.shape)
+        return view.copy_(x)
+
+    return AttentionCall(
+        laid_out(call.q), laid_out(call.k), laid_out(call.v), laid_out(call.out), call.layer, call.scale,
+        call.window, call.softcap, call.implementation,
+    )  # fmt: skip
+
+
+def with_padding(case: Case, behind: int, beyond: int) -> Case:
+    """The batch has `behind` rows of no request, and the call `beyond` more than the batch."""
+    batch, call = case.batch, case.call
+
+    def longer(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x.new_full((behind + beyond, *x.shape[1:]), 777.0)])
+
+    slots = torch.cat([batch.slot_mapping, batch.slot_mapping.new_zeros(behind)])
+    return dataclasses.replace(
+        case,
+        batch=dataclasses.replace(batch, slot_mapping=slots),
+        call=AttentionCall(
+            *map(longer, (call.q, call.k, call.v, call.out)), 1, call.scale, None, None, "triton"
+        ),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+class TestCompiled:
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("name", BIG)
+    def test_long_contexts(self, name: str, dtype: torch.dtype) -> None:
+        check(case_of(BIG[name], dtype), TOLERANCE[dtype])
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+    @pytest.mark.parametrize("group", [1, 4, 8])
+    def test_head_dims_and_groups(self, head_dim: int, group: int, dtype: torch.dtype) -> None:
+        for page_size, lengths in ((1, LONG), (16, WIDE), (64, ((0, 90), (333, 70), (0, 0)))):
+            shape = Shape(lengths, heads=2 * group, head_dim=head_dim, page_size=page_size)
+            check(case_of(shape, dtype), TOLERANCE[dtype])
+
+    @pytest.mark.parametrize("name", [name for name in SHAPES if "head_dim" not in name])
+    def test_shapes_in_bfloat16(self, name: str) -> None:
+        check(case_of(SHAPES[name], torch.bfloat16), TOLERANCE[torch.bfloat16])
+
+    @pytest.mark.parametrize("rows", [1, 6])
+    def test_a_graph_replays_with_other_lengths(self, rows: int) -> None:
+        tree = rows > 1
+        totals = [(4000, 700, 30, 0), (90, 0, 3000, 2000), (5, 4000, 0, 129)]
+        cases = [
+            case_of(
+                Shape(
+                    tuple((total, rows if total else 0) for total in each), heads=8, kv_heads=2, head_dim=128,
+                    uniform=True, tree=tree, max_seq_len=8192,
+                ),
+                torch.bfloat16, seed,
+            )
+            for seed, each in enumerate(totals)
+        ]  # fmt: skip
+        first = max(cases, key=lambda case: case.batch.block_table.shape[1])
+        first.batch.run(first.call, captured=True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            first.batch.run(first.call, captured=True)
+        for case in cases * 2:
+            wanted = expected(case)
+            pour(case, first)
+            graph.replay()
+            found = first.call.out.double().cpu()
+            assert (found - wanted).norm() < 1e-2 * wanted.norm()
+
+
+def pour(source: Case, into: Case) -> None:
+    """Make `into` describe the batch of `source`, in place."""
+    old, new = source.batch, into.batch
+    for name in ("seq_lens", "qo_indptr", "slot_mapping"):
+        getattr(new, name).copy_(getattr(old, name))
+    new.block_table[:, : old.block_table.shape[1]] = old.block_table
+    if old.tree_mask is not None:
+        new.tree_mask.copy_(old.tree_mask)
+    for name in ("q", "k", "v"):
+        getattr(into.call, name).copy_(getattr(source.call, name))
+    into.call.out.fill_(777.0)
+    for cached, fresh in zip((new.kv_cache.k[1], new.kv_cache.v[1]), source.before, strict=True):
+        pages = min(len(cached), len(fresh))
+        cached[:pages] = fresh[:pages]
