@@ -42,10 +42,10 @@ class AttentionError(PiecewiseError, ValueError):
         return cls(f"this AttentionBatch cannot be right: {what}.", remedy)
 
     @classmethod
-    def too_few_rows(cls, rows: int, batch: int) -> AttentionError:
+    def wrong_rows(cls, tokens: int, batch: int) -> AttentionError:
         return cls(
-            f"the batch describes {batch} tokens, but the model was called with {rows}.",
-            "build the batch from the same requests as input_ids; one row per token.",
+            f"the batch describes {batch} tokens, but the model was called with {tokens}.",
+            "build or fill the batch from the same requests as input_ids; one row per token.",
         )
 
     @classmethod

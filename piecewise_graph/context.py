@@ -71,7 +71,8 @@ def forward_context(
         full_graph: run the forward as one graph where every splitting op of the model may be captured.
         graph_key: what tells full graphs of one token count apart.
         fields: whatever the ops read. Under `full_graph`, tensors and objects that hold tensors have to be
-            the same objects at every replay of a bucket and key; write into them in place.
+            the same objects at every replay of a bucket and key; write into them in place. An object with a
+            method `check_tokens(num_tokens)` is asked before each such replay, and may refuse by raising.
 
     Raises:
         ContextError: if a forward context is active already.

@@ -120,8 +120,12 @@ def record_full(
     )
 
 
-def check_same_context(captured: Mapping[str, Any], now: ForwardContext, bucket: int) -> None:
+def check_same_context(
+    captured: Mapping[str, Any], now: ForwardContext, bucket: int, num_tokens: int
+) -> None:
     """Refuse a replay under another context than the captured one (Note [What a full graph remembers]).
+
+    An object in it that has a method `check_tokens` is asked whether it describes this many tokens.
 
     Raises:
         ContextError: a field is missing, new, or another object than at the capture.
@@ -134,6 +138,15 @@ def check_same_context(captured: Mapping[str, Any], now: ForwardContext, bucket:
         found = fields.get(name)
         if found is not value and not _equal_constant(found, value):
             raise ContextError.changed(name, bucket, now.graph_key)
+    check_tokens(now, num_tokens)
+
+
+def check_tokens(context: ForwardContext, num_tokens: int) -> None:
+    """Ask what is in the context whether it describes this many tokens."""
+    for value in context.fields.values():
+        check = getattr(value, "check_tokens", None)
+        if check is not None:
+            check(num_tokens)
 
 
 def _equal_constant(found: object, value: object) -> bool:

@@ -24,6 +24,7 @@ from piecewise_graph.errors import CaptureError, InputError
 from piecewise_graph.family import Family
 from piecewise_graph.full_graph import (
     check_same_context,
+    check_tokens,
     exact_sizes,
     full_fault,
     live_rows,
@@ -193,6 +194,7 @@ class Runtime:
         return bucket_for(num_tokens, [size for size in self.sizes if size not in self._invalid])
 
     def _run_padded(self, args: Sequence[Any], num_tokens: int, bucket: int) -> list[Any]:
+        check_tokens(get_forward_context(), num_tokens)
         inputs = self._static_inputs(args)
         return run_padded(self.program, args, num_tokens, bucket, inputs, self.family.verdicts)
 
@@ -224,7 +226,7 @@ class Runtime:
         if self.family.config.check != "off":
             self._addresses.check(args)
         if ready.context is not None:
-            check_same_context(ready.context, context, ready.bucket)
+            check_same_context(ready.context, context, ready.bucket, num_tokens)
             counters.add("full_replays")
         bound = ready.bound
         bound.copy_in.fill(args)

@@ -32,8 +32,8 @@ class SplittingOp:
         name: "namespace::name".
         padded: the op wants the bucket's full size and handles padded rows itself.
         capturable: it may also be captured, where a forward context allows it (implies `padded`).
-        bind: the op's arguments -> a call of no arguments that does the same, made once per bucket and
-            token count; it saves the dispatcher and whatever depends on the arguments alone.
+        bind: the op's arguments and `num_tokens=` -> a call of no arguments that does the same, made once
+            per bucket and token count; it saves the dispatcher and whatever depends on the arguments alone.
     """
 
     name: str
@@ -60,8 +60,9 @@ def register_splitting_op(
         padded: call it with padded rows (it has to keep them harmless itself).
         capturable: allow it inside a captured graph, where the forward context says `full_graph=True`;
             implies `padded`.
-        bind: called with the op's arguments once per bucket and token count; returns a call of no
-            arguments that replays make instead of the op. For ops whose dispatch is worth saving.
+        bind: called with the op's arguments and the keyword `num_tokens` (how many rows are live), once per
+            bucket and token count; returns a call of no arguments that replays make instead of the op. For
+            ops whose dispatch is worth saving.
 
     Raises:
         SplittingOpError: unknown op, or a schema that cannot be true.

@@ -103,7 +103,10 @@ class ReplayTape:
             return self._view(item.slot, size) if isinstance(item, Ref) else self._integer(item, size)
 
         args, kwargs = resolve(late.args, bound), resolve(late.kwargs, bound)
-        call = late.bind(*args, **kwargs) if late.bind else partial(late.target, *args, **kwargs)
+        if late.bind is not None:
+            call = late.bind(*args, **kwargs, num_tokens=num_tokens)
+        else:
+            call = partial(late.target, *args, **kwargs)
         if not late.outputs:
             return call
         return partial(

@@ -301,16 +301,18 @@ def test_too_few_rows_are_refused() -> None:
         case.batch.run(dataclasses.replace(case.call, memo={}, **rows), captured=False)
 
 
-def test_more_rows_than_the_batch_knows_of_are_left_alone() -> None:
+def test_padded_rows_are_left_alone() -> None:
     case = case_of()
     more = {
         name: torch.cat([getattr(case.call, name), getattr(case.call, name)[:2]])
         for name in ("q", "k", "v", "out")
     }
-    case = dataclasses.replace(case, call=dataclasses.replace(case.call, memo={}, **more))
+    case = dataclasses.replace(case, call=dataclasses.replace(case.call, memo={}, live=5, **more))
     before = case.call.out.clone()
     check(case, 1e-5)
     assert torch.equal(case.call.out[5:], before[5:])
+    with pytest.raises(AttentionError, match="5 tokens, but the model was called with 6"):
+        case.batch.run(dataclasses.replace(case.call, memo={}, live=6), captured=False)
 
 
 # --- AttentionBatch ---

@@ -14,6 +14,7 @@ import transformers
 from paged_generation import Alone, Generator, alone
 
 import piecewise_graph as pg
+from piecewise_graph.custom_ops.attention import make_batch
 from piecewise_graph.custom_ops.attention.implementations import load
 from piecewise_graph.custom_ops.errors import AttentionError
 
@@ -133,3 +134,28 @@ def test_unknown_implementation_is_refused_at_registration() -> None:
 def test_name_that_transformers_would_misread_is_refused(name: str) -> None:
     with pytest.raises(AttentionError, match="an attention of its own"):
         pg.register_attention(name, "torch")
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["piecewise", "full"])
+def test_batch_of_other_requests_than_the_tokens_is_refused(
+    full: bool, device: torch.device, no_grad: None
+) -> None:
+    """A row that no request owns would get no attention; a request without a row would cache padding."""
+    pg.register_attention("piecewise-torch", "torch")
+    model = models.build("llama", device=device)
+    model.set_attn_implementation("piecewise-torch")
+    compiled = pg.compile(model, compiler="eager", capture_sizes=[4])
+    generator = Generator(compiled, model.config, device=device, dtype=torch.float32, full=full, buckets=(4,))
+    generator.run([[1, 2, 3]] * 3, [4] * 3)
+    slots = [generator.table.open() for _ in range(3)]
+    generator.table.reserve(dict.fromkeys(slots, 1))
+    if full:
+        buffers = generator.static[4]
+        buffers.fill(slots, [1] * 3, [1] * 3)
+        context = {"attention": buffers.batch, "full_graph": True, "graph_key": "decode"}
+    else:
+        context = {"attention": make_batch(generator.cache, generator.table, slots, [1] * 3, [1] * 3)[0]}
+    for count in (1, 2, 4) if not full else (1, 2):
+        ids = models.random_ids(count, device=device)
+        with pytest.raises(AttentionError, match=f"describes 3 tokens.*called with {count}"):
+            generator.call(ids, torch.zeros(count, dtype=torch.int32, device=device), context)

@@ -14,6 +14,7 @@ replayed under the same object, whose tensors the caller (or a metadata kernel) 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +46,8 @@ class AttentionBatch:
         its
             rows sees (its own row and its ancestors); all before them are seen. None = causal.
         host_query_lens, host_seq_lens: the same lengths on the host, for implementations that plan there.
+        num_tokens: rows that the batch describes, padded requests' included.
+        filled: at most one number, of live rows, where the host knows it (`BatchBuffers.fill`).
 
     Raises:
         AttentionError: shapes or dtypes that cannot belong together.
@@ -61,11 +64,14 @@ class AttentionBatch:
     tree_mask: Tensor | None = None
     host_query_lens: tuple[int, ...] | None = None
     host_seq_lens: tuple[int, ...] | None = None
+    num_tokens: int = field(init=False)
+    filled: deque[int] = field(default_factory=lambda: deque(maxlen=1), init=False, repr=False)
     _runs: dict[tuple[Traits, bool], Callable[[AttentionCall], None]] = field(
         default_factory=dict, init=False, repr=False
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", self.slot_mapping.shape[0])
         for what, remedy in self._faults():
             raise AttentionError.bad_batch(what, remedy)
 
@@ -73,27 +79,30 @@ class AttentionBatch:
     def num_requests(self) -> int:
         return self.seq_lens.shape[0]
 
-    @property
-    def num_tokens(self) -> int:
-        """Rows that the batch describes, padded requests' included."""
-        return self.slot_mapping.shape[0]
-
     def run(self, call: AttentionCall, *, captured: bool) -> None:
         """Serve one attention call with the implementation that it asks for.
 
         Args:
             captured: the call is, or will be, part of a graph.
         """
+        if self.num_tokens not in call.rows:
+            raise AttentionError.wrong_rows(call.rows[1], self.num_tokens)
         attend = self._runs.get((call.traits, captured))
         if attend is None:
             attend = self._choose(call, captured)
         attend(call)
 
+    def check_tokens(self, num_tokens: int) -> None:
+        """Refuse a forward of another number of tokens than the batch was last filled for.
+
+        Called by the core before every replay of a full graph, which runs none of this file.
+        """
+        if self.filled and num_tokens not in (self.filled[-1], self.num_tokens):
+            raise AttentionError.wrong_rows(num_tokens, self.filled[-1])
+
     def _choose(self, call: AttentionCall, captured: bool) -> Callable[[AttentionCall], None]:
         from .implementations import choose
 
-        if call.q.shape[0] < self.num_tokens:
-            raise AttentionError.too_few_rows(call.q.shape[0], self.num_tokens)
         mode = choose(call, self, captured)
         attend = partial(mode.attend, self, mode.prepare(self, call))
         self._runs[call.traits, captured] = attend

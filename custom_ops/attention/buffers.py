@@ -100,6 +100,7 @@ class BatchBuffers:
             row[: len(values)] = torch.tensor(values, dtype=torch.int32)
         self._given.copy_(host, non_blocking=True)
         extend_batch(self._request, self._query_lens, self._rows)
+        batch.filled.append(sum(query_lens))
         return self.positions
 
 

@@ -22,6 +22,7 @@ class AttentionCall:
         scale: factor of the scores.
         window: a token sees itself and the `window - 1` tokens before it; None = all of them.
         softcap: scores become `softcap * tanh(score / softcap)`; None = as they are.
+        live: how many of the rows are tokens of the forward; the rest is padding. None = all.
         memo: an implementation's own, for what depends on this call alone.
 
     In a captured model the same call object comes back with every batch.
@@ -36,7 +37,9 @@ class AttentionCall:
     window: int | None = None
     softcap: float | None = None
     implementation: str = "auto"
+    live: int | None = None
     memo: dict[Any, Any] = field(default_factory=dict)
+    rows: tuple[int, ...] = field(init=False)  # how many a batch may describe: with padding, or without
     traits: Traits = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,6 +50,8 @@ class AttentionCall:
             self.window, self.softcap,
         )  # fmt: skip
         object.__setattr__(self, "traits", traits)
+        rows = self.q.shape[0]
+        object.__setattr__(self, "rows", (rows, rows if self.live is None else self.live))
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,9 +38,15 @@ def bind(
     window: int | None = None,
     softcap: float | None = None,
     implementation: str = "auto",
+    *,
+    num_tokens: int | None = None,
 ) -> Callable[[], None]:
-    """The op with its arguments fixed; what is left to each call is the batch of the forward context."""
-    call = AttentionCall(q, k, v, out, layer, scale, window, softcap, implementation)
+    """The op with its arguments fixed; what is left to each call is the batch of the forward context.
+
+    Args:
+        num_tokens: how many of the rows are live; None = all.
+    """
+    call = AttentionCall(q, k, v, out, layer, scale, window, softcap, implementation, num_tokens)
 
     def run() -> None:
         context = get_forward_context()

@@ -13,7 +13,7 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from ..launch import Grid, Launch, Launcher
+from ..launch import Launch, Launcher
 from . import checks, kernels, kernels_accept, kernels_tree
 
 _BLOCK = 1024
@@ -21,17 +21,9 @@ _BLOCK_V = 8192
 _pow2 = triton.next_power_of_2
 
 
-class _Interpreted(Launcher):
-    """Triton's interpreter has no compiled variants to bind, though its functions have a `warmup`."""
-
-    def bind(self, grid: Grid, args: Sequence[Tensor | int | float], *constants: Any) -> Launch:
-        return lambda: None if 0 in grid else self._kernel[grid](*args, *constants)
-
-
 @cache
 def _launcher(kernel: Any, num_warps: int) -> Launcher:
-    kind = Launcher if isinstance(kernel, triton.JITFunction) else _Interpreted
-    return kind(kernel, num_warps=num_warps)
+    return Launcher(kernel, num_warps=num_warps)
 
 
 def bind(name: str, args: Sequence[Any]) -> Launch:
