@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("triton")
 
 SCRIPT = """
+from dataclasses import replace
+
 import torch
 from attention_cases import WRONG, Shape, check_cache, make_case
 from piecewise_graph.custom_ops.attention import kv_write
@@ -38,7 +40,8 @@ for shape in SHAPES:
         bits = (packed[:, :, None].long() >> torch.arange(32)) & 1
         assert torch.equal(bits.flatten(1)[:, : batch.query_len].bool(), mask)
     out = torch.cat([call.out, call.out[:3]])
-    batch.slot_mapping.resize_(batch.num_tokens + 3)  # three rows that belong to no request
+    slots = torch.cat([batch.slot_mapping, batch.slot_mapping.new_zeros(3)])
+    batch = replace(batch, slot_mapping=slots, query_len=None)  # three rows that belong to no request
     kv_write.zero_padding(batch, call, out)
     starts = [*batch.qo_indptr.tolist(), len(out)]
     for request, length in enumerate([*batch.seq_lens.tolist(), 0]):
