@@ -175,9 +175,14 @@ def with_padding(case: Case, behind: int, beyond: int) -> Case:
         case,
         batch=dataclasses.replace(batch, slot_mapping=slots),
         call=AttentionCall(
-            *map(longer, (call.q, call.k, call.v, call.out)), 1, call.scale, None, None, "triton",
+            *map(longer, (call.q, call.k, call.v, call.out)),
+            1,
+            call.scale,
+            None,
+            None,
+            "triton",
             live=batch.num_tokens + behind,
-        ),  # fmt: skip
+        ),
     )
 
 
