@@ -45,13 +45,18 @@ Side = Callable[[int], Any]  # one attention call of a layer
 
 @dataclass(frozen=True)
 class Point:
-    """A batch to be timed: `requests` of `rows` new tokens each, `context` tokens long with them."""
+    """A batch to be timed: `requests` of `rows` new tokens each, `context` tokens long with them.
+
+    Attributes:
+        bound: what the host knows about the lengths, as where a graph serves all of them.
+    """
 
     kind: str
     requests: int
     rows: int
     context: int
     page_size: int = 16
+    bound: int = 0
 
     @property
     def bytes_read(self) -> int:
@@ -104,6 +109,10 @@ def _points() -> Iterator[Point]:
     for page_size in (1, 64):
         for requests, context in ((1, 1024), (32, 8192)):
             yield Point("decode other pages", requests, 1, context, page_size)
+    for requests, context in ((1, 128), (32, 128), (16, 1024)):
+        yield Point("decode, bound 8192", requests, 1, context, bound=8192)
+    for requests, context in ((40, 4096), (3, 1500)):  # numbers that do not divide well
+        yield Point("decode odd", requests, 1, context)
     for requests, context in ((1, 1024), (1, 8192), (16, 1024), (16, 8192)):
         yield Point("verify", requests, 8, context)
     for context in (512, 4096):
@@ -133,7 +142,7 @@ def _setup(point: Point) -> Setup:
         qo_indptr=torch.arange(point.requests + 1, dtype=torch.int32, device=device) * point.rows,
         slot_mapping=slots.flatten().to(torch.int32),
         max_query_len=point.rows,
-        max_seq_len=point.context,
+        max_seq_len=max(point.context, point.bound),
         query_len=point.rows,
         host_query_lens=(point.rows,) * point.requests,
         host_seq_lens=(point.context,) * point.requests,

@@ -40,6 +40,7 @@ def _schedule(
     REQUESTS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
     SPLIT: tl.constexpr,
     TREE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -61,7 +62,8 @@ def _schedule(
         begin = _first_token(length, rows, window, mask_width, BLOCK_N, TREE, WINDOW)
         tiles = tl.cdiv(length - begin, BLOCK_N)
         share = tl.maximum(tl.cdiv(tl.sum(items * tiles), target), min_tiles)
-        splits = tl.maximum(tiles // share, 1)
+        # More parts than are combined in one step have to be worth it.
+        splits = tl.maximum(tl.minimum(tl.cdiv(tiles, share), PARTS + tiles // 16), 1)
         per_split = tl.maximum(tl.cdiv(tiles, splits), 1)
         splits = tl.maximum(tl.cdiv(tiles, per_split), 1)
         items = items * splits
@@ -260,7 +262,7 @@ def attend_kernel(
         )  # fmt: skip
     request, local, per_split, splits = _schedule(
         seq_lens, qo_indptr, requests, target, min_tiles, window, mask_width, item,
-        REQUESTS, BLOCK_Q, BLOCK_N, SPLIT, TREE, WINDOW,
+        REQUESTS, BLOCK_Q, BLOCK_N, PARTS, SPLIT, TREE, WINDOW,
     )  # fmt: skip
     if request >= requests:
         return
