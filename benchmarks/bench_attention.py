@@ -78,7 +78,7 @@ class Setup:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="substring of the kinds to time")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_attention.json")
     options = parser.parse_args()

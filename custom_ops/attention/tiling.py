@@ -72,35 +72,37 @@ def plan(problem: Problem) -> Plan:
     """Tiling and number of programs."""
     dim = triton.next_power_of_2(problem.head_dim)
     block_m = _block_m(problem)
-    block_n, warps, stages = _tile(block_m, dim * problem.itemsize, problem.itemsize)
     block_q = block_m // problem.group
     each = -(-problem.max_query_len // block_q)
     blocks = max(min(problem.requests * each, problem.num_tokens // block_q + problem.requests), 1)
+    lonely = blocks * problem.kv_heads * 8 <= problem.processors
+    block_n, warps, stages = _tile(block_m, dim * problem.itemsize, problem.itemsize, lonely)
     min_tiles = max(_MIN_SPLIT // block_n, 1)
+    rows = min(triton.next_power_of_2(min(block_q, problem.max_query_len) * problem.group), 16, 4096 // dim)
+    parts = max(min(_COMBINED * max(warps, 4) // (rows * dim), 32), 1)
     # One tile more than the span fills: a window may begin within one.
-    most = -(-(-(-problem.span // block_n) + 1) // min_tiles)
+    tiles = -(-problem.span // block_n) + 1
+    most = min(-(-tiles // min_tiles), parts + tiles // 16)  # as the kernel has it
     slots = max(problem.processors * _PROGRAMS_EACH[block_m] // problem.kv_heads, 1)
     split = problem.span > _MIN_SPLIT and (block_m <= 32 or blocks < slots)
-    target = blocks * _splits(blocks, slots)
+    target = blocks * _splits(blocks, slots, most)
     items = min(blocks * most, blocks + target) if split else blocks
-    rows = min(triton.next_power_of_2(min(block_q, problem.max_query_len) * problem.group), 16, 4096 // dim)
-    parts = max(min(_COMBINED // (rows * dim), 32), 1)
     return Plan(Tiling(block_m, block_n, warps, stages, split, rows, parts), items, target, min_tiles)
 
 
 _MIN_SPLIT = 128  # tokens; below, combining costs more than the split saves
-_COMBINED = 8192  # floats of partial results in registers, over all threads
+_COMBINED = 2048  # floats of partial results in registers, per warp
 
 # Programs that one multiprocessor runs at a time, by block_m: limited by registers and shared memory.
 _PROGRAMS_EACH = {16: 4, 32: 2, 64: 2, 128: 1}
 
 
-def _splits(blocks: int, slots: int) -> int:
+def _splits(blocks: int, slots: int, most: int) -> int:
     """Into how many splits row blocks of equal length are cut, when `slots` of them run at a time."""
-    fill = {}
-    for splits in range(1, max(4 * slots // blocks, 1) + 1):
-        rounds = -(-blocks * splits // slots)
-        fill[splits] = blocks * splits / (rounds * slots)
+    fill: dict[int, float] = {}
+    for rounds in range(1, 5):
+        splits = max(min(rounds * slots // blocks, most), 1)
+        fill.setdefault(splits, blocks * splits / (-(-blocks * splits // slots) * slots))
     enough = 0.9 * max(fill.values())
     return next(splits for splits, filled in fill.items() if filled >= enough)
 
@@ -113,14 +115,16 @@ def _block_m(problem: Problem) -> int:
     return max(min(block, fits), triton.next_power_of_2(problem.group))
 
 
-def _tile(block_m: int, row_bytes: int, itemsize: int) -> tuple[int, int, int]:
+def _tile(block_m: int, row_bytes: int, itemsize: int, lonely: bool) -> tuple[int, int, int]:
     """block_n, warps, stages: what was fastest among those that fit.
 
-    Decode wants small tiles, of which many are on their way at a time; more rows want larger ones. float32
-    stays on the ordinary units, whose operands take many registers.
+    Decode wants small tiles, of which many are on their way at a time; more rows want larger ones. Where
+    there are programs for a few multiprocessors only, `lonely`, more warps make each faster. float32 stays on
+    the ordinary units, whose operands take many registers.
     """
     if itemsize == 4:
         return 32 if block_m == 16 else 16, 8, 2
     if block_m == 16:
         return max(min(8192 // row_bytes, 64), 32), 4, 3
-    return 64 if row_bytes <= 256 else 32, 8 if block_m == 128 else 4, 3
+    warps = 8 if block_m == 128 or (block_m == 32 and lonely) else 4
+    return 64 if row_bytes <= 256 else 32, warps, 3
