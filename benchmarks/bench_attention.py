@@ -99,7 +99,7 @@ def main() -> int:
     limit = HOST_LIMIT + 6 * (host["launches"] - 1)
     marks.append(Mark("host us per attention call of a replayed tape, triton", host["us"], limit))
     write(options.out, command, rows, marks)
-    print(table([row for row in rows if "side" in row], _COLUMNS))
+    print(table([row for row in rows if "us" in row and "side" in row], _COLUMNS[:-1]))
     return 0
 
 
@@ -185,7 +185,8 @@ def _time_point(point: Point, rounds: int) -> list[dict[str, Any]]:
         if row["side"] in times:
             row["us"], row["quartiles_us"] = times[row["side"]]
             row["tb_per_s"] = point.bytes_read / row["us"] / 1e6
-    print(table(rows, _COLUMNS), flush=True)
+    for row in rows:
+        print(*(row.get(column, "-") for column in _COLUMNS), sep="  ", flush=True)
     return rows
 
 
