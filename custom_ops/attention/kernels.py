@@ -1,87 +1,19 @@
 """The Triton kernel of paged attention: decode, verify, draft-extend and prefill, one launch each.
 
-Note [Work items]
-A program serves one work item and one KV head. A request's rows are packed with its group of query heads, so
-that a tile of BLOCK_M packed rows shares every K and V that it loads; a work item is one such tile and one
-split of the request's tokens. How many items there are follows from the lengths, which only the device knows:
-every program reads them all, as one vector, and finds its item by a prefix sum. The host launches as many
-programs as any lengths within the batch's bounds could need; a program without an item ends at once. So a
-graph captured for long contexts stays fast on short ones, and a long request beside short ones gets its share
-of the programs.
+See kernels_splits.py for how the work is divided.
 
 Note [New tokens]
 What the batch adds is read from `k` and `v`, never from the cache: the cache holds the tokens before. So the
 launch that reads the cache may also write it. Of the programs that serve the same rows and KV head, the one
 with the last split writes. A request's new tokens may not be another's old ones in the same batch.
-
-Note [Last arriver]
-The splits of a tile leave partial results (sum, maximum, weighted V) in the workspace; each then counts
-itself in, and whoever finds all others counted combines them and sets the counter back to 0, for the next
-launch. The barrier orders the stores of all threads before the one that counts, whose atomic releases them
-and, in the last program, acquires all others'. Partials are read past the first-level cache.
 """
 
 import triton
 import triton.language as tl
 
+from .kernels_splits import combine, first_token, schedule
+
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _schedule(
-    seq_lens,
-    qo_indptr,
-    requests,
-    target,
-    min_tiles,
-    window,
-    mask_width,
-    item,
-    REQUESTS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TREE: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Which request, which of its items, and into how many tiles per split its tokens are cut.
-
-    Returns:
-        request (`requests` = no item), item of the request, tiles per split, splits.
-    """
-    each = tl.arange(0, REQUESTS)
-    there = each < requests
-    start = tl.load(qo_indptr + each, mask=there, other=0)
-    rows = tl.load(qo_indptr + each + 1, mask=there, other=0) - start
-    items = tl.cdiv(rows, BLOCK_Q)
-    per_split = tl.full([REQUESTS], 1 << 30, tl.int32)
-    splits = tl.full([REQUESTS], 1, tl.int32)
-    if SPLIT:
-        length = tl.load(seq_lens + each, mask=there, other=0)
-        begin = _first_token(length, rows, window, mask_width, BLOCK_N, TREE, WINDOW)
-        tiles = tl.cdiv(length - begin, BLOCK_N)
-        share = tl.maximum(tl.cdiv(tl.sum(items * tiles), target), min_tiles)
-        splits = tl.maximum(tiles // share, 1)
-        per_split = tl.maximum(tl.cdiv(tiles, splits), 1)
-        splits = tl.maximum(tl.cdiv(tiles, per_split), 1)
-        items = items * splits
-    ends = tl.cumsum(items, 0)
-    before = ends <= item
-    request = tl.sum(before.to(tl.int32))
-    local = item - tl.max(tl.where(before, ends, 0))
-    mine = each == request
-    return request, local, tl.sum(tl.where(mine, per_split, 0)), tl.sum(tl.where(mine, splits, 0))
-
-
-@triton.jit
-def _first_token(
-    length, rows, window, mask_width, BLOCK_N: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr
-):
-    """The first token that a request's rows may see, rounded down to a tile."""
-    if WINDOW:
-        position = length - (mask_width if TREE else rows)
-        return tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
-    return length * 0
 
 
 @triton.jit
@@ -172,49 +104,6 @@ def _attend_tiles(
     return acc, best, total
 
 
-@triton.jit
-def _combine(
-    out_base, out_row, out_head, partials, statistics, first, count, splits, stride,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Add up `splits` partial results of `count` packed rows, ROWS rows and PARTS splits at a time.
-
-    Rows come first in the shapes, which gives each warp rows of its own and each thread all parts of what it
-    holds: nothing has to be exchanged between threads.
-    """
-    d = tl.arange(0, DIM)
-    part = tl.arange(0, PARTS)
-    for base in range(0, count, ROWS):
-        m = base + tl.arange(0, ROWS)
-        best = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, DIM], tl.float32)
-        for low in range(0, splits, PARTS):
-            # Counted in rows of partial results.
-            at = ((first + (low + part) * stride) * BLOCK_M)[None, :] + m[:, None]
-            there = (low + part < splits)[None, :] & (m < count)[:, None]
-            top = tl.load(statistics + at * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
-            sums = tl.load(statistics + at * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-            values = tl.load(
-                partials + at[:, :, None] * DIM + d[None, None, :],
-                mask=there[:, :, None] & (d < HEAD_DIM)[None, None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            best_now = tl.maximum(best, tl.max(top, 1))
-            reference = tl.where(best_now == float("-inf"), 0.0, best_now)
-            share = tl.exp2(top - reference[:, None])
-            shrink = tl.exp2(best - reference)
-            total = total * shrink + tl.sum(share * sums, 1)
-            acc = acc * shrink[:, None] + tl.sum(values * share[:, :, None], 1)
-            best = best_now
-        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        to = out_base + (m // GROUP).to(tl.int64) * out_row + (m % GROUP) * out_head
-        here = (m < count)[:, None] & (d < HEAD_DIM)[None, :]
-        tl.store(to[:, None] + d[None, :], result.to(out_base.dtype.element_ty), mask=here)
-
-
 # What may lie anywhere, so that a variant serves every batch: no alignment is assumed of it.
 _LOOSE = ["block_table", "seq_lens", "qo_indptr", "slot_mapping", "tree_mask"]
 _INTEGERS = [
@@ -258,9 +147,9 @@ def attend_kernel(
             out, qo_indptr, requests, num_tokens, out_row, out_head, head, item,
             HEAD_DIM, DIM, GROUP, GROUP_POW2,
         )  # fmt: skip
-    request, local, per_split, splits = _schedule(
+    request, local, per_split, splits = schedule(
         seq_lens, qo_indptr, requests, target, min_tiles, window, mask_width, item,
-        REQUESTS, BLOCK_Q, BLOCK_N, SPLIT, TREE, WINDOW,
+        REQUESTS, BLOCK_Q, BLOCK_N, PARTS, SPLIT, TREE, WINDOW,
     )  # fmt: skip
     if request >= requests:
         return
@@ -298,7 +187,7 @@ def attend_kernel(
         k_write = tl.load(k_from + (new_row * k_row)[:, None] + d[None, :], mask=write)
         v_write = tl.load(v_from + (new_row * v_row)[:, None] + d[None, :], mask=write)
 
-    begin = _first_token(length, rows, window, mask_width, BLOCK_N, TREE, WINDOW)
+    begin = first_token(length, rows, window, mask_width, BLOCK_N, TREE, WINDOW)
     position = old + row
     end = tl.minimum(old + first_row + live_rows, length)
     seen_by_all = old + first_row + 1
@@ -324,7 +213,7 @@ def attend_kernel(
     lo = begin
     hi = end
     if SPLIT:
-        request_begin = _first_token(length, rows, window, mask_width, BLOCK_N, TREE, WINDOW)
+        request_begin = first_token(length, rows, window, mask_width, BLOCK_N, TREE, WINDOW)
         lo = request_begin + split * per_split * BLOCK_N
         hi = tl.minimum(lo + per_split * BLOCK_N, end)
         lo = tl.maximum(lo, begin)
@@ -372,7 +261,7 @@ def attend_kernel(
             arrived = tl.atomic_add(counters + first, 1, sem="acq_rel", scope="gpu")
             if arrived == splits - 1:
                 tl.debug_barrier()
-                _combine(
+                combine(
                     out_base, out_row, out_head, partials, statistics, first, live_rows * GROUP, splits,
                     KV_HEADS, HEAD_DIM, DIM, GROUP, BLOCK_M, ROWS, PARTS,
                 )  # fmt: skip

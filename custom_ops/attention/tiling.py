@@ -4,6 +4,9 @@ Note [Splits]
 The device cuts the tokens of a batch into about `target` work items (per KV head) of equal size, none
 smaller than `min_tiles` tiles, and each request gets at least one per row block. So there are never more than
 `target` plus the number of row blocks, whatever the lengths are: that many programs are launched.
+Requests of equal length get equally many items, so `target` is a multiple of the row blocks, chosen so that
+the programs fill whole rounds of those that run at a time: a last round that is half empty reads memory at
+half the speed.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Problem:
-    """What the plan depends on; `span` is the most tokens that one row block may see."""
+    """What the plan depends on; `span` is the most tokens that the rows of one request may see."""
 
     group: int
     kv_heads: int
@@ -67,40 +70,61 @@ class Problem:
 @lru_cache(maxsize=1024)
 def plan(problem: Problem) -> Plan:
     """Tiling and number of programs."""
-    packed = problem.max_query_len * problem.group
-    block_m = max(_block_m(packed), triton.next_power_of_2(problem.group))
-    block_n, warps, stages = _tile(block_m, problem.head_dim, problem.itemsize)
+    dim = triton.next_power_of_2(problem.head_dim)
+    block_m = _block_m(problem)
     block_q = block_m // problem.group
     each = -(-problem.max_query_len // block_q)
     blocks = max(min(problem.requests * each, problem.num_tokens // block_q + problem.requests), 1)
+    lonely = blocks * problem.kv_heads * 8 <= problem.processors
+    block_n, warps, stages = _tile(block_m, dim * problem.itemsize, problem.itemsize, lonely)
     min_tiles = max(_MIN_SPLIT // block_n, 1)
-    tiles = -(-problem.span // block_n)
-    slots = problem.processors * _PROGRAMS_EACH.get(block_m, 1)
-    most = (tiles + 1) // min_tiles  # splits of one row block; a window begins within a tile
-    split = most > 1 and (block_m <= 32 or blocks * problem.kv_heads < slots)
-    target = max(slots // problem.kv_heads, 1)
-    items = min(blocks * max(most, 1), blocks + target) if split else blocks
-    dim = triton.next_power_of_2(problem.head_dim)
     rows = min(triton.next_power_of_2(min(block_q, problem.max_query_len) * problem.group), 16, 4096 // dim)
-    parts = max(min(_COMBINED // (rows * dim), 32), 1)
-    tiling = Tiling(block_m, block_n, warps, stages, split, rows, parts)
-    return Plan(tiling, items, target, min_tiles)
+    parts = max(min(_COMBINED * max(warps, 4) // (rows * dim), 32), 1)
+    # One tile more than the span fills: a window may begin within one.
+    tiles = -(-problem.span // block_n) + 1
+    most = min(-(-tiles // min_tiles), parts + tiles // 16)  # as the kernel has it
+    slots = max(problem.processors * _PROGRAMS_EACH[block_m] // problem.kv_heads, 1)
+    split = problem.span > _MIN_SPLIT and (block_m <= 32 or blocks < slots)
+    target = blocks * _splits(blocks, slots, most)
+    items = min(blocks * most, blocks + target) if split else blocks
+    return Plan(Tiling(block_m, block_n, warps, stages, split, rows, parts), items, target, min_tiles)
 
 
 _MIN_SPLIT = 128  # tokens; below, combining costs more than the split saves
-_PROGRAMS_EACH = {16: 4, 32: 3, 64: 2}  # programs that one multiprocessor runs at a time, by block_m
-_COMBINED = 8192  # floats of partial results in registers, over all threads
+_COMBINED = 2048  # floats of partial results in registers, per warp
+
+# Programs that one multiprocessor runs at a time, by block_m: limited by registers and shared memory.
+_PROGRAMS_EACH = {16: 4, 32: 2, 64: 2, 128: 1}
 
 
-def _block_m(packed: int) -> int:
-    """Packed rows per tile: 16 is the least that tensor cores take."""
-    return next((block for block in (16, 32, 64) if packed <= block), 128)
+def _splits(blocks: int, slots: int, most: int) -> int:
+    """Into how many splits row blocks of equal length are cut, when `slots` of them run at a time."""
+    fill: dict[int, float] = {}
+    for rounds in range(1, 5):
+        splits = max(min(rounds * slots // blocks, most), 1)
+        fill.setdefault(splits, blocks * splits / (-(-blocks * splits // slots) * slots))
+    enough = 0.9 * max(fill.values())
+    return next(splits for splits, filled in fill.items() if filled >= enough)
 
 
-def _tile(block_m: int, head_dim: int, itemsize: int) -> tuple[int, int, int]:
-    """block_n, warps, stages: what fits into registers and shared memory, and was fast."""
-    wide = head_dim * itemsize > 256  # bytes of a row of K
-    warps = 8 if block_m == 128 else 4
+def _block_m(problem: Problem) -> int:
+    """Packed rows per tile: 16 is the least that tensor cores take, and as many as fit into registers."""
+    packed = max(problem.max_query_len, 1) * problem.group
+    fits = 128 if problem.itemsize < 4 else 32
+    block = next((block for block in (16, 32, 64) if packed <= block), 128)
+    return max(min(block, fits), triton.next_power_of_2(problem.group))
+
+
+def _tile(block_m: int, row_bytes: int, itemsize: int, lonely: bool) -> tuple[int, int, int]:
+    """block_n, warps, stages: what was fastest among those that fit.
+
+    Decode wants small tiles, of which many are on their way at a time; more rows want larger ones. Where
+    there are programs for a few multiprocessors only, `lonely`, more warps make each faster. float32 stays on
+    the ordinary units, whose operands take many registers.
+    """
     if itemsize == 4:
-        return 32, warps, 2
-    return (32 if wide else 64), warps, 3
+        return 32 if block_m == 16 else 16, 8, 2
+    if block_m == 16:
+        return max(min(8192 // row_bytes, 64), 32), 4, 3
+    warps = 8 if block_m == 128 or (block_m == 32 and lonely) else 4
+    return 64 if row_bytes <= 256 else 32, warps, 3

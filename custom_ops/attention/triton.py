@@ -193,7 +193,7 @@ def _layers(kv_cache: PagedKVCache) -> tuple[tuple[Any, Any], ...]:
 
 
 def _workspace(batch: AttentionBatch, chosen: Plan, kv_heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Partial results and counters; see kernels.py, Note [Last arriver]."""
+    """Partial results and counters; see kernels_splits.py, Note [Last arriver]."""
     tiles = chosen.items * kv_heads if chosen.tiling.split else 1
     floats = tiles * chosen.tiling.block_m * (dim + 2)
     device = batch.seq_lens.device
