@@ -1,6 +1,7 @@
 """Device time of one attention call over a paged KV cache, and host time of one in a replayed tape.
 
     python -m benchmarks.bench_attention
+    pytest benchmarks/bench_attention.py --benchmark-json=FILE   # our kernel alone, with pytest-benchmark
 
 The shape is Llama-3-8B's (32 query heads, 8 KV heads, head_dim 128, bf16). A graph of many calls walks over
 layers of K and V that are together larger than the L2 cache; sides take turns. Ours write the batch's K and V
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -118,6 +120,22 @@ def _points() -> Iterator[Point]:
     for context in (512, 4096):
         yield Point("prefill", 1, context, context)
     yield Point("prefill chunk", 1, 512, 8192)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("requests", "context"), MARKED)
+def test_decode(benchmark: Any, requests: int, context: int) -> None:
+    """A graph of one call per layer; `extra_info` says how many."""
+    setup = _setup(Point("decode", requests, 1, context))
+    side = _ours("triton", setup)
+    graph = _graph(setup, side)
+
+    def replay() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    benchmark.extra_info["calls"] = setup.layers
+    benchmark(replay)
 
 
 def _setup(point: Point) -> Setup:
@@ -369,7 +387,7 @@ def _host_row() -> dict[str, Any]:
     with pg.forward_context(attention=setup.batch):
         for _ in range(3):
             compiled(setup.q)
-        tape = family_for(compiled).runtimes[0].tapes[4].tape  # type: ignore[union-attr]
+        tape = family_for(compiled).runtimes[0].piecewise.tapes[4].tape  # type: ignore[union-attr]
         bound = tape.bind(4)
         pairs = zip(tape.entries, bound.calls, strict=True)
         calls = [call for entry, call in pairs if isinstance(entry, LateCall)]

@@ -2,6 +2,8 @@
 
     python -m benchmarks.bench_metadata
 
+    pytest benchmarks/bench_metadata.py --benchmark-json=FILE   # the promised rounds, with pytest-benchmark
+
 32 requests with contexts of 1k to 8k tokens. Device time is that of a CUDA graph which holds many rounds one
 after another, so gaps between kernels count; host time is that of a bound launch. A chain's round is
 draft_steps, build_tree and accept_greedy; a tree's has select_branches per level, too.
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -104,6 +107,21 @@ def cases() -> list[Case]:
     found += [Case(call.op.name, 1, 4, 1, [call]) for call in sampling(single, 4)]
     found += [Case(call.op.name, 16, 1, 1, [call]) for call in batches(make_batch(16))]
     return found
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("nodes", [4, 8, 32])
+def test_greedy_chain_round(benchmark: Any, nodes: int, page_size: int) -> None:
+    launches = [call.bound() for call in chain_round(make_batch(page_size), nodes)]
+
+    def round_of_launches() -> None:
+        for launch in launches:
+            launch()
+        torch.cuda.synchronize()
+
+    benchmark.extra_info["launches"] = len(launches)
+    benchmark(round_of_launches)
 
 
 def make_batch(page_size: int) -> md.Batch:

@@ -18,6 +18,7 @@ from piecewise_graph.custom_ops.attention.implementations import (
     Mode,
     able_implementations,
     choose,
+    fastest_first,
     load,
 )
 from piecewise_graph.custom_ops.errors import AttentionError
@@ -399,3 +400,11 @@ def test_a_batch_prepares_once_for_equal_calls(installed: dict[str, Implementati
     assert prepared == [(0, True), (0, False)]
     case.batch.run(dataclasses.replace(case.call, memo={}), captured=True)
     assert prepared[2:] == [(1, True)]
+
+
+def test_auto_tries_flash_attn_first_for_long_prompts() -> None:
+    decode, prefill = case_of(), case_of(Shape(((0, 300),)))
+    assert fastest_first(decode.batch)[0] == "triton"
+    assert fastest_first(prefill.batch)[0] == "flash_attn"
+    assert set(fastest_first(prefill.batch)) == set(NAMES)
+    assert choose(prefill.call, prefill.batch, False) is not None

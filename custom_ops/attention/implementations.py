@@ -14,8 +14,10 @@ from ..errors import AttentionError
 from .batch import AttentionBatch
 from .call import AttentionCall
 
-# Fastest first: `auto` takes the first that can (benchmarks/results/bench_attention.json).
 NAMES = ("triton", "flash_attn", "flashinfer", "torch")
+# Rows of one request from which on flash-attn's tiles pay (benchmarks/results/bench_attention.json: prefill of
+# 512 rows 16 us against 18 of ours, of 4096 rows 258 against 413; decode and verify are ours).
+_MANY_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def choose(call: AttentionCall, batch: AttentionBatch, captured: bool) -> Mode:
     if name != "auto" and name not in NAMES:
         raise AttentionError.unknown(name, ("auto", *NAMES))
     # One after another: an implementation that is not needed is not imported either.
-    for candidate in NAMES if name == "auto" else (name,):
+    for candidate in fastest_first(batch) if name == "auto" else (name,):
         for mode in load(candidate).modes:
             if mode.lacks(call, batch, captured) is None:
                 return mode
@@ -122,11 +124,16 @@ def choose(call: AttentionCall, batch: AttentionBatch, captured: bool) -> Mode:
     raise AttentionError.incapable(name, _fault(implementation, call, batch, captured) or "", able)
 
 
+def fastest_first(batch: AttentionBatch) -> tuple[str, ...]:
+    """Every name, in the order in which `auto` tries them for this kind of batch."""
+    return ("flash_attn", "triton", "flashinfer", "torch") if batch.max_query_len >= _MANY_ROWS else NAMES
+
+
 def able_implementations(call: AttentionCall, batch: AttentionBatch, captured: bool) -> tuple[str, ...]:
     """Names of the implementations that can serve `call` here, fastest first."""
     return tuple(
         name
-        for name in NAMES
+        for name in fastest_first(batch)
         if load(name).missing is None
         and any(mode.lacks(call, batch, captured) is None for mode in load(name).modes)
     )
