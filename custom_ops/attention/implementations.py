@@ -16,8 +16,8 @@ from .call import AttentionCall
 
 NAMES = ("triton", "flash_attn", "flashinfer", "torch")
 # Rows of one request from which on flash-attn's tiles pay (benchmarks/results/bench_attention.json: prefill
-# of 512 rows 16 us against 18 of ours, of 4096 rows 258 against 413; decode and verify are ours). _MANY_ROWS
-# = 256
+# of 512 rows 16 us against 18 of ours, of 4096 rows 258 against 413; decode and verify are ours).
+_MANY_ROWS = 256
 
 
 @dataclass(frozen=True)
