@@ -18,6 +18,8 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor
+
 from piecewise_graph.errors import ContextError
 
 
@@ -79,11 +81,25 @@ def forward_context(
     """
     if _current.get() is not _EMPTY:
         raise ContextError.nested()
+    for name in fields:
+        if hasattr(ForwardContext, name):
+            raise ContextError.reserved(name)
+    if not _is_key(graph_key):
+        raise ContextError.bad_key(graph_key)
     token = _current.set(ForwardContext(fields, full_graph, graph_key))
     try:
         yield _current.get()
     finally:
         _current.reset(token)
+
+
+def _is_key(key: object) -> bool:
+    """It can tell graphs apart: hashable, equal to itself, and no tensor, which equals by identity."""
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return not isinstance(key, Tensor) and key == key
 
 
 def get_forward_context() -> ForwardContext:

@@ -248,6 +248,13 @@ class CaptureError(PiecewiseError):
             "return a dict of keyword arguments, a tuple of positional ones, or one tensor.",
         )
 
+    @classmethod
+    def bad_context(cls, size: int, found: str) -> CaptureError:
+        return cls(
+            f"context({size}) returned a {found}.",
+            "return a dict of what pg.forward_context gets around the call.",
+        )
+
     @staticmethod
     def wrong_count(size: int) -> str:
         """A bucket's failure, as the report shows it."""
@@ -281,6 +288,35 @@ class ContextError(PiecewiseError):
         return cls(
             f"the forward context has no field {name!r}.",
             f"pass it: pg.forward_context({name}=...). It has: {', '.join(sorted(known)) or 'none'}.",
+        )
+
+    @classmethod
+    def reserved(cls, name: str) -> ContextError:
+        return cls(
+            f"a field of the forward context cannot be called {name!r}: the context itself has that name.",
+            "choose another name.",
+        )
+
+    @classmethod
+    def bad_key(cls, key: object) -> ContextError:
+        return cls(
+            f"graph_key={key!r} cannot tell graphs apart.",
+            "pass a hashable value that equals itself: a string, a number, a tuple of them.",
+        )
+
+    @classmethod
+    def mutable(cls, name: str, kind: str) -> ContextError:
+        return cls(
+            f"the forward context's {name!r} is a {kind}; a full graph could not see it change.",
+            "pass a tuple, a tensor, or a frozen object, or leave out full_graph=True.",
+        )
+
+    @classmethod
+    def moved(cls, name: str, bucket: int, key: object) -> ContextError:
+        return cls(
+            f"a tensor of {name!r} in the forward context has moved or changed its shape since the full "
+            f"graph of {bucket} tokens, graph_key={key!r}, was captured; a replay would read the old one.",
+            "write new values in place, or make a new object and pass another graph_key.",
         )
 
     @classmethod

@@ -9,20 +9,19 @@ Note [The padded forward]
 A batch that full graphs are captured with describes the bucket's rows, padding included, and so must the rows
 that its ops get, whether or not a graph runs them. Calls that no graph serves (the first one of a bucket, one
 after a capture that failed) run the segments one by one on padded inputs; a segment that must not be padded
-runs on the live rows, its results padded again.
+runs on the live rows, its results padded again. Where that is not possible (results that are views of one
+another), the forward begins anew at its exact size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler import CompiledSegment
-from piecewise_graph.context import ForwardContext
-from piecewise_graph.errors import ContextError
 from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.padding import probe_size, run_unpadded
 from piecewise_graph.program import Program, run_steps
@@ -32,6 +31,10 @@ from piecewise_graph.split_graph import Ref, SegmentStep, Size
 from piecewise_graph.static_inputs import StaticInputs, narrow
 from piecewise_graph.tape import ReplayTape
 from piecewise_graph.telemetry import counters
+
+
+class CannotPad(Exception):
+    """A forward has to begin anew at its exact size. Never reaches a user."""
 
 
 def full_fault(program: Program) -> str | None:
@@ -60,6 +63,9 @@ def run_padded(
 
     Returns:
         the forward's outputs, padded, in the order of the graph's.
+
+    Raises:
+        CannotPad: a segment may not be padded, nor run on live rows by itself.
     """
     inputs.plan(bucket, num_tokens).fill(args)
     static = static_arguments(program, args, bucket, inputs)
@@ -69,9 +75,11 @@ def run_padded(
         key = segment.key, bucket
         if probe is not None and key not in verdicts:
             prove(program, step, segment, values, probe, bucket, verdicts)
-        if num_tokens < bucket and verdicts.get(key) is not None:
-            return run_unpadded(program, step, segment, values, num_tokens, bucket)
-        return segment.run(*values)
+        if num_tokens == bucket or verdicts.get(key, "padding_unproven") is None:
+            return segment.run(*values)
+        if segment.facts.entangled_outputs or not segment.facts.computes:
+            raise CannotPad
+        return run_unpadded(program, step, segment, values, num_tokens, bucket)
 
     return run_steps(program, static, program.sizes_at(bucket), run_segment=run_segment)
 
@@ -120,44 +128,6 @@ def record_full(
     )
 
 
-def check_same_context(
-    captured: Mapping[str, Any], now: ForwardContext, bucket: int, num_tokens: int
-) -> None:
-    """Refuse a replay under another context than the captured one (Note [What a full graph remembers]).
-
-    An object in it that has a method `check_tokens` is asked whether it describes this many tokens.
-
-    Raises:
-        ContextError: a field is missing, new, or another object than at the capture.
-    """
-    fields = now.fields
-    if len(fields) != len(captured):
-        different = sorted(fields.keys() ^ captured.keys())
-        raise ContextError.changed(different[0], bucket, now.graph_key)
-    for name, value in captured.items():
-        found = fields.get(name)
-        if found is not value and not _equal_constant(found, value):
-            raise ContextError.changed(name, bucket, now.graph_key)
-    check_tokens(now, num_tokens)
-
-
-def check_tokens(context: ForwardContext, num_tokens: int) -> None:
-    """Ask what is in the context whether it describes this many tokens."""
-    for value in context.fields.values():
-        check = getattr(value, "check_tokens", None)
-        if check is not None:
-            check(num_tokens)
-
-
-def _equal_constant(found: object, value: object) -> bool:
-    """Numbers and strings are compared by value, tensors by what they address."""
-    if isinstance(value, Tensor) and isinstance(found, Tensor):
-        return (found.data_ptr(), found.shape, found.stride(), found.dtype) == (
-            value.data_ptr(), value.shape, value.stride(), value.dtype,
-        )  # fmt: skip
-    return isinstance(value, (int, float, str, bytes)) and type(found) is type(value) and found == value
-
-
 def static_arguments(program: Program, args: Sequence[Any], bucket: int, inputs: StaticInputs) -> list[Any]:
     """A call's arguments with every activation replaced by its padded static buffer."""
     values, sizes = input_values(program, args, bucket, inputs), program.sizes_at(bucket)
@@ -172,9 +142,11 @@ def _output_slots(program: Program) -> list[int]:
     return list(dict.fromkeys(ref.slot for ref in program.split.outputs if isinstance(ref, Ref)))
 
 
-def live_rows(program: Program, padded: Sequence[Any], args: Sequence[Any], num_tokens: int) -> list[Any]:
+def live_rows(
+    program: Program, padded: Sequence[Any], args: Sequence[Any], num_tokens: int, inputs: StaticInputs
+) -> list[Any]:
     """Outputs of a padded forward as its caller should see them, and owns them."""
-    sizes = program.sizes_at(num_tokens)
+    sizes, ours = program.sizes_at(num_tokens), inputs.storages()
     found: list[Any] = []
     for item, value in zip(program.split.outputs, padded, strict=True):
         if isinstance(item, Size):
@@ -186,5 +158,6 @@ def live_rows(program: Program, padded: Sequence[Any], args: Sequence[Any], num_
         else:
             spec = program.split.specs[item.slot]
             assert spec is not None
-            found.append(narrow(value, spec, program, num_tokens))
+            live = narrow(value, spec, program, num_tokens)
+            found.append(live.clone() if _torch.storage_id(live) in ours else live)
     return found

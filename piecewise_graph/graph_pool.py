@@ -104,12 +104,17 @@ class GraphPool:
         return graph
 
     @contextmanager
-    def using(self) -> Iterator[None]:
-        """Hold the pool for one forward: its graphs run one after another."""
+    def using(self) -> Iterator[bool]:
+        """Hold the pool for one forward: its graphs run one after another.
+
+        Yields:
+            whether a forward of this thread holds it already: this one is called from inside of a splitting
+            op, and a replay would overwrite what the outer one has computed.
+        """
         with self.lock:
             self._in_use += 1
             try:
-                yield
+                yield self._in_use > 1
             finally:
                 self._in_use -= 1
 
@@ -207,6 +212,11 @@ class GraphPool:
                 del had_memory
                 gc.collect()
                 torch.cuda.empty_cache()
+
+
+def capturing_elsewhere(device: torch.device) -> bool:
+    """The caller is capturing a graph of his own: our replays and captures would not belong in it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _stand_in(

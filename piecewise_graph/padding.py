@@ -112,10 +112,16 @@ def run_unpadded(
     num_tokens: int,
     bucket: int,
 ) -> list[Tensor]:
-    """Run a segment on the live rows of padded inputs, and pad its results with zeros."""
+    """Run a segment on the live rows of padded inputs, and pad its results with zeros.
+
+    What it writes in place reaches `inputs`; its outputs have to be no views of one another.
+    """
     trial = _Trial(program, step, segment, num_tokens, bucket)
     live = trial.narrowed(inputs)
-    results = segment.run(*trial.padded(live, num_tokens, [_copies] * len(live)))
+    exact = trial.padded(live, num_tokens, [_copies] * len(live))
+    results = segment.run(*exact)
+    for index in segment.facts.written:
+        overwrite(live[index], exact[index])
     padded = []
     for spec, result in zip(trial.outputs, results, strict=True):
         assert spec is not None
@@ -156,8 +162,14 @@ class _Trial:
 
     def disagrees(self, values: Sequence[Any], tails: Sequence[MakeTail]) -> bool:
         """Live rows of the padded run differ from the exact one's, on inputs of `size` tokens."""
-        expected = self.segment.run(*self.padded(values, self.size, tails))
-        found = self.segment.run(*self.padded(values, self.bucket, tails))
+        exact, padded = self.padded(values, self.size, tails), self.padded(values, self.bucket, tails)
+        expected, found = self.segment.run(*exact), self.segment.run(*padded)
+        for index in self.segment.facts.written:
+            spec = self.specs[index]
+            if spec is not None and not agree(
+                exact[index], narrow(padded[index], spec, self.program, self.size)
+            ):
+                return True
         for index, (spec, want, got) in enumerate(zip(self.outputs, expected, found, strict=True)):
             assert spec is not None
             known = index not in self.segment.facts.uninitialised

@@ -139,7 +139,10 @@ def _trace_dynamic(call: Callable[[int], None], sizes: Sequence[int], family: Fa
 
 def _call(compiled: Any, make_inputs: MakeInputs, context: MakeContext | None, size: int) -> None:
     if context is not None:
-        with forward_context(**context(size)):
+        fields = context(size)
+        if not isinstance(fields, Mapping):
+            raise CaptureError.bad_context(size, type(fields).__name__)
+        with forward_context(**fields):
             return _call(compiled, make_inputs, None, size)
     inputs = make_inputs(size)
     if isinstance(inputs, dict):
@@ -172,23 +175,34 @@ def _report(family: Family, sizes: Sequence[int], known: set[int], seconds: floa
     captured, failed = [], {}
     for size in sizes:
         entries = _entries(family, size)
-        new = [entry for entry in entries if id(entry) not in known] or entries
-        captured += [CapturedBucket(size, e.tape.graphs, e.graph_bytes, e.seconds) for e in new]
-        if not entries:
+        new = [entry for entry in entries if id(entry) not in known]
+        refused = _failures(family, size)
+        if refused and not new:  # of this mode, whatever another one has captured before
+            failed[size] = refused[0]
+        elif not entries:
             failed[size] = _why_not(family, size)
+        else:
+            captured += [
+                CapturedBucket(size, e.tape.graphs, e.graph_bytes, e.seconds) for e in new or entries
+            ]
     if not captured:
         raise CaptureError.nothing_captured("; ".join(sorted(set(failed.values()))))
     buffers = sum(runtime.buffer_bytes() for runtime in _runtimes(family))
     return CaptureReport(tuple(captured), failed, seconds, family.pool.bytes(), buffers)
 
 
+def _failures(family: Family, size: int) -> list[str]:
+    return [
+        tapes.failed[size]
+        for runtime in _runtimes(family)
+        for _, tapes in runtime.all_tapes()
+        if size in tapes.failed
+    ]
+
+
 def _why_not(family: Family, size: int) -> str:
     for runtime in family.runtimes:
-        if isinstance(runtime, Runtime):
-            failed = [tapes.failed[size] for _, tapes in runtime.all_tapes() if size in tapes.failed]
-            reason = failed[0] if failed else runtime.decide(size).reason
-        else:
-            reason = runtime.reason
+        reason = runtime.decide(size).reason if isinstance(runtime, Runtime) else runtime.reason
         if reason and reason != "not_captured":
             return reason
     return CaptureError.wrong_count(size)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.compiler import CompiledGraph, CompiledSegment
-from piecewise_graph.errors import SplittingOpError
-from piecewise_graph.shapes import ShapeContract, Sizes, TensorSpec, evaluate, overwrite
+from piecewise_graph.errors import InputError, SplittingOpError
+from piecewise_graph.shapes import ShapeContract, Sizes, TensorSpec, evaluate, overwrite, same_layout
 from piecewise_graph.split_graph import OpCall, Ref, SegmentStep, Size, SplitGraph, references, resolve
 
 RunSegment = Callable[[SegmentStep, CompiledSegment, list[Any]], Sequence[Tensor]]
@@ -69,6 +69,26 @@ def liveness(compiled: CompiledGraph) -> dict[int, int]:
         for slot in read:
             last[slot] = max(last.get(slot, until), until)
     return last
+
+
+def in_layout(program: Program, args: Sequence[Any], sizes: Sizes) -> Sequence[Any]:
+    """Activations with the strides that the segments were compiled for.
+
+    Dynamo keeps conditions on symbolic strides among the guards that pg.compile drops.
+
+    Raises:
+        InputError: the trace writes an argument of other strides; a copy would lose the writes.
+    """
+    laid_out = list(args)
+    for index, given in enumerate(program.split.inputs[: len(args)]):
+        if given.spec is not None and not given.bound:
+            strides = given.spec.stride_at(sizes)
+            if not same_layout(args[index], strides):
+                if program.blocked == "writes_an_input":
+                    raise InputError.strides(given.name, args[index].stride(), strides)
+                laid_out[index] = given.spec.empty(sizes)
+                overwrite(laid_out[index], args[index])
+    return laid_out
 
 
 def run_steps(

@@ -18,22 +18,23 @@ from torch import Tensor
 
 from piecewise_graph.addresses import BoundAddresses
 from piecewise_graph.buckets import bucket_for
+from piecewise_graph.captured_context import CapturedContext, check_tokens
 from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.dispatch import Action, Decision, Situation, decide
-from piecewise_graph.errors import CaptureError, InputError
+from piecewise_graph.errors import CaptureError
 from piecewise_graph.family import Family
 from piecewise_graph.full_graph import (
-    check_same_context,
-    check_tokens,
+    CannotPad,
     exact_sizes,
     full_fault,
     live_rows,
     record_full,
     run_padded,
 )
-from piecewise_graph.program import Program, run_steps
+from piecewise_graph.graph_pool import capturing_elsewhere
+from piecewise_graph.program import Program, in_layout, run_steps
 from piecewise_graph.recorder import is_proven, record, rehearse, unpaddable_sizes
-from piecewise_graph.shapes import Sizes, overwrite, same_layout
+from piecewise_graph.shapes import Sizes
 from piecewise_graph.signals import ShapeMiss, TracedOnly
 from piecewise_graph.split_graph import Ref
 from piecewise_graph.static_inputs import FlatBuffers, StaticInputs
@@ -93,10 +94,12 @@ class Runtime:
             raise ShapeMiss(violation, sizes_differ=bool(different), num_tokens=num_tokens)
         self.family.ran += 1
         context = get_forward_context()
-        with self.family.pool.using():
+        with self.family.pool.using() as nested:
             tapes = self._tapes_for(context)
             ready = tapes.ready.get(num_tokens)
-            if ready is None or _capturing_elsewhere(self.program.device):
+            if nested:
+                return self._run_compiled(args, sizes, num_tokens, "nested_forward", context)
+            if ready is None or ready.stands_in(self.family) or capturing_elsewhere(self.program.device):
                 return self._decide_and_run(args, sizes, num_tokens, context)
             return self._replay(ready, tapes, args, num_tokens, context)
 
@@ -120,7 +123,7 @@ class Runtime:
 
     def decide(self, num_tokens: int, context: ForwardContext | None = None) -> Decision:
         """What a call of `num_tokens` tokens would do now, under `context` (default: the active one)."""
-        if _capturing_elsewhere(self.program.device):
+        if capturing_elsewhere(self.program.device):
             return Decision(Action.COMPILED, None, "captured_by_caller")
         context, blocked = context or get_forward_context(), self.program.blocked
         if blocked is None and self.family.config.cuda_graphs == "off":
@@ -178,47 +181,45 @@ class Runtime:
     def _run_compiled(
         self, args: Sequence[Any], sizes: Sizes, num_tokens: int, reason: str, context: ForwardContext
     ) -> list[Any]:
-        args = self._in_layout(args, sizes)
+        args = in_layout(self.program, args, sizes)
         if self.family.capturing is not False:  # pg.capture's tracing calls are nobody's forwards
             counters.fallback(reason)
             self.fallbacks[reason] += 1
-        bucket = self._padded_size(num_tokens) if context.full_graph else None
-        if bucket is not None:
-            return live_rows(self.program, self._run_padded(args, num_tokens, bucket), args, num_tokens)
-        return run_steps(self.program, args, sizes)
+        padded = None if reason == "captured_by_caller" else self._run_padded(args, num_tokens, context)
+        return (
+            run_steps(self.program, args, sizes) if padded is None else self._live(padded, args, num_tokens)
+        )
 
     def _padded_size(self, num_tokens: int) -> int | None:
         """Rows that the ops of an uncaptured forward get where a batch describes a bucket's."""
         if self.program.blocked or self._not_full or self.program.unpaddable or num_tokens == 0:
             return None
-        return bucket_for(num_tokens, [size for size in self.sizes if size not in self._invalid])
+        bucket = bucket_for(num_tokens, [size for size in self.sizes if size not in self._invalid])
+        exact = bucket is not None and bucket in unpaddable_sizes(
+            self.program, self.family.verdicts, [bucket]
+        )
+        return None if exact and bucket != num_tokens else bucket
 
-    def _run_padded(self, args: Sequence[Any], num_tokens: int, bucket: int) -> list[Any]:
-        check_tokens(get_forward_context(), num_tokens)
-        inputs = self._static_inputs(args)
-        return run_padded(self.program, args, num_tokens, bucket, inputs, self.family.verdicts)
+    def _run_padded(self, args: Sequence[Any], num_tokens: int, context: ForwardContext) -> list[Any] | None:
+        """A forward on padded inputs, where the context asks for a full graph; None where that cannot be."""
+        bucket = self._padded_size(num_tokens) if context.full_graph else None
+        if bucket is None:
+            return None
+        check_tokens(context, num_tokens)
+        try:
+            return run_padded(
+                self.program, args, num_tokens, bucket, self._static_inputs(), self.family.verdicts
+            )
+        except CannotPad:
+            return None
 
-    def _static_inputs(self, args: Sequence[Any]) -> StaticInputs:
+    def _live(self, padded: Sequence[Any], args: Sequence[Any], num_tokens: int) -> list[Any]:
+        return live_rows(self.program, padded, args, num_tokens, self._static_inputs())
+
+    def _static_inputs(self) -> StaticInputs:
         if self._inputs is None:
             self._inputs = StaticInputs(self.program, max(self.sizes))
-            self._addresses.remember(args)
         return self._inputs
-
-    def _in_layout(self, args: Sequence[Any], sizes: Sizes) -> Sequence[Any]:
-        """Activations with the strides that the segments were compiled for.
-
-        Dynamo keeps conditions on symbolic strides among the guards that pg.compile drops.
-        """
-        laid_out = list(args)
-        for index, given in enumerate(self.program.split.inputs[: len(args)]):
-            if given.spec is not None and not given.bound:
-                strides = given.spec.stride_at(sizes)
-                if not same_layout(args[index], strides):
-                    if self.program.blocked == "writes_an_input":
-                        raise InputError.strides(given.name, args[index].stride(), strides)
-                    laid_out[index] = given.spec.empty(sizes)
-                    overwrite(laid_out[index], args[index])
-        return laid_out
 
     def _replay(
         self, ready: Ready, tapes: TapeSet, args: Sequence[Any], num_tokens: int, context: ForwardContext
@@ -226,7 +227,9 @@ class Runtime:
         if self.family.config.check != "off":
             self._addresses.check(args)
         if ready.context is not None:
-            check_same_context(ready.context, context, ready.bucket, num_tokens)
+            thorough = not ready.checked or self.family.config.check == "always"
+            ready.context.check(context, ready.bucket, num_tokens, thorough=thorough)
+            ready.checked[:] = [True]
             counters.add("full_replays")
         bound = ready.bound
         bound.copy_in.fill(args)
@@ -261,7 +264,7 @@ class Runtime:
             self._addresses.check(args)
         if decision.not_full:
             counters.not_full(decision.not_full)
-        args = self._in_layout(args, program.sizes_at(num_tokens))
+        args = in_layout(self.program, args, program.sizes_at(num_tokens))
         before, began = family.pool.bytes(), time.perf_counter()
         with family.pool.session():
             outputs, padded = self._rehearse(args, num_tokens, bucket, context)
@@ -277,12 +280,12 @@ class Runtime:
         self, args: Sequence[Any], num_tokens: int, bucket: int, context: ForwardContext
     ) -> tuple[list[Any], list[Any]]:
         """One uncaptured forward: its outputs, and the padded ones where it ran at the bucket's size."""
-        program, verdicts = self.program, self.family.verdicts
-        if context.full_graph and self._padded_size(num_tokens) == bucket:
-            padded = self._run_padded(args, num_tokens, bucket)
-            return live_rows(program, padded, args, num_tokens), padded
-        watch = not self.piecewise.tapes
-        return rehearse(program, args, num_tokens, bucket, verdicts, watch_ops=watch), []
+        padded = self._run_padded(args, num_tokens, context)
+        if padded is not None:
+            return self._live(padded, args, num_tokens), padded
+        program, verdicts, watch = self.program, self.family.verdicts, not self.piecewise.tapes
+        outputs = rehearse(program, args, num_tokens, bucket, verdicts, watch_ops=watch)
+        return outputs, outputs if num_tokens == bucket else []
 
     def _fault(self, bucket: int, full: bool) -> str | None:
         """Why `bucket` would serve its exact size only."""
@@ -302,21 +305,23 @@ class Runtime:
         began: float,
     ) -> None:
         """Record `bucket`; a failure costs this bucket, not the call."""
-        program, family, inputs = self.program, self.family, self._static_inputs(args)
+        program, family, inputs = self.program, self.family, self._static_inputs()
         tapes = self.piecewise if full is None else self._tapes_for(full)
+        remembered = None
         try:
             if full is None:
                 tape = record(program, args, bucket, family.pool, inputs, self._buffers, family.verdicts)
             else:
+                remembered = CapturedContext.of(full)
                 tape = record_full(program, args, bucket, family.pool, inputs, family.verdicts, padded)
         except torch.OutOfMemoryError as error:
             tapes.failed[bucket] = CaptureError.out_of_memory(bucket, str(error))
-        except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        except Exception as error:  # whatever it was: the call itself has its answer
             tapes.failed[bucket] = f"{type(error).__name__}: {error}"
         else:
             seconds, graph_bytes = time.perf_counter() - began, family.pool.bytes() - before
-            fields = None if full is None else full.fields
-            tapes.tapes[bucket] = Tape(tape, seconds, graph_bytes, fields)
+            tapes.tapes[bucket] = Tape(tape, seconds, graph_bytes, remembered)
+            self._addresses.remember(args)
             for _, other in self.all_tapes():
                 other.ready.clear()
             return
@@ -325,8 +330,3 @@ class Runtime:
 
 def _argument(item: Ref, args: Sequence[Any], program: Program) -> Any:
     return args[item.slot] if item.slot < len(args) else program.split.inputs[item.slot].constant
-
-
-def _capturing_elsewhere(device: torch.device) -> bool:
-    """The caller is capturing a graph of his own: our replays and captures would not belong in it."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from piecewise_graph import _torch
 from piecewise_graph.program import Program
 from piecewise_graph.shapes import TensorSpec, overwrite
 
@@ -122,6 +123,10 @@ class StaticInputs:
                 plain[index] = live
                 padding += tails(view, spec, self._program, num_tokens)
         return CopyPlan(tuple(plain), list(plain.values()), tuple(expanded), padding)
+
+    def storages(self) -> set[int]:
+        """Ids of the buffers' storages."""
+        return {_torch.storage_id(flat) for flat in self._flat.values()}
 
     def bytes(self) -> int:
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from piecewise_graph.captured_context import CapturedContext
 from piecewise_graph.dispatch import Captured
+from piecewise_graph.family import Family
 from piecewise_graph.tape import BoundTape, ReplayTape
 
 
@@ -16,13 +17,13 @@ class Tape:
     """A recorded bucket and what recording it cost.
 
     Attributes:
-        context: fields of the forward context that a full graph was captured with; None when piecewise.
+        context: what a full graph was captured under; None when piecewise.
     """
 
     tape: ReplayTape
     seconds: float
     graph_bytes: int
-    context: Mapping[str, Any] | None = None
+    context: CapturedContext | None = None
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,14 @@ class Ready:
     """A tape bound to a token count, and what a replay of it checks and counts."""
 
     bound: BoundTape
-    context: Mapping[str, Any] | None
+    context: CapturedContext | None
     bucket: int
     not_full: str | None
+    checked: list[bool] = field(default_factory=list)  # one entry once its context was looked into
+
+    def stands_in(self, family: Family) -> bool:
+        """It is piecewise only because no full graph was captured, and one may be captured now."""
+        return self.not_full == "not_captured" and family.may_capture()
 
 
 @dataclass(frozen=True)

@@ -426,6 +426,20 @@ def test_padded_op_sees_the_bucket_and_zeros_in_the_tail(device: torch.device) -
             assert not seen[0].value[count:].any()
 
 
+@pytest.mark.parametrize("write", [lambda h: h.add_(h[-1:].clone()), lambda h: h[-1:].mul_(3.0)])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_write_in_place_that_mixes_tokens_is_seen(write: Any, compiler: str, device: torch.device) -> None:
+    """What a segment writes is an input of its, not an output."""
+
+    def model(x: Tensor) -> Tensor:
+        h = x * 2
+        o = ops.mix(h)
+        write(h)
+        return h + ops.mix(o)
+
+    check(model, device, compiler=compiler)
+
+
 # --- the leak detector --------------------------------------------------------------------------------
 
 define("flash_attn_like(Tensor x) -> Tensor", lambda x: x * 2, torch.empty_like)
