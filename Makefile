@@ -51,6 +51,8 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
 		{ echo "no usable venv module (Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	$(PIP_INSTALL) -e '.[dev]'
+	@# A CUDA build of torch has brought its own triton; without one, triton's interpreter runs our kernels.
+	@$(PY) -c 'import triton' 2>/dev/null || [ "$$(uname -s)" != Linux ] || $(PIP_INSTALL) triton==3.6.0
 	@$(PY) -c 'import torch; print("torch", torch.__version__, "CUDA" if torch.cuda.is_available() else "CPU")'
 	@if nvidia-smi >/dev/null 2>&1 && ! $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		echo "warning: nvidia-smi works, this torch has no CUDA: GPU tests will be skipped" >&2; fi
