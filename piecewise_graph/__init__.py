@@ -19,6 +19,7 @@ from piecewise_graph.backend import reset
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.context import forward_context, get_forward_context
 from piecewise_graph.facades import register_attention
+from piecewise_graph.freeze import freeze
 from piecewise_graph.frontend import compile
 from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.precapture import capture
@@ -35,6 +36,7 @@ __all__ = [
     "errors",
     "explain",
     "forward_context",
+    "freeze",
     "get_forward_context",
     "register_attention",
     "register_splitting_op",

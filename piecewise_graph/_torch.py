@@ -238,6 +238,20 @@ def pool_bytes(pool_id: tuple[int, int]) -> int:
     return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool_id))
 
 
+def flatten(structure: Any) -> tuple[list[Any], Any]:
+    """(leaves, structure) of nested containers, ModelOutput included."""
+    return torch.utils._pytree.tree_flatten(structure)
+
+
+def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    return torch.utils._pytree.tree_unflatten(leaves, structure)
+
+
+def on_default_stream(device: torch.device) -> bool:
+    """The caller is on CUDA's legacy default stream; ten times cheaper than comparing stream objects."""
+    return torch._C._cuda_getCurrentRawStream(device.index or 0) == 0
+
+
 def is_plain_tensor(tensor: Tensor) -> bool:
     """No subclass (Parameters count as plain): a subclass hides its storages."""
     return type(tensor) in (Tensor, torch.nn.Parameter)

@@ -329,5 +329,100 @@ class ContextError(PiecewiseError):
         )
 
 
+class FreezeError(PiecewiseError):
+    """A model cannot be frozen on this example, or a frozen one does not cover a call."""
+
+    @classmethod
+    def no_trace(cls, what: str) -> FreezeError:
+        return cls(
+            f"{what} has no piecewise trace, even after a call.",
+            "pass what pg.compile or torch.compile(..., backend='piecewise') returned.",
+        )
+
+    @classmethod
+    def not_one_graph(cls, graphs: int) -> FreezeError:
+        return cls(
+            f"the example's forward ran {graphs} graphs of this backend; freezing needs exactly one.",
+            "remove the graph breaks (TORCH_LOGS=graph_breaks names them), and call on at least one token.",
+        )
+
+    @classmethod
+    def not_split(cls, reason: str) -> FreezeError:
+        return cls(
+            f"the example's trace is compiled as a whole: {reason}.",
+            "mend the reason named (README, fallbacks); for grad mode, freeze under torch.no_grad().",
+        )
+
+    @classmethod
+    def unknown_input(cls, name: str) -> FreezeError:
+        return cls(
+            f"the graph reads {name}, which is neither an argument of the call nor a weight.",
+            "pass it as an argument of forward, or register it as a buffer of the model.",
+        )
+
+    @classmethod
+    def integer_argument(cls, name: str) -> FreezeError:
+        return cls(
+            f"the graph takes {name} as an integer that is no size of an argument.",
+            "pass a tensor, or a constant.",
+        )
+
+    @classmethod
+    def unknown_output(cls, shape: Sequence[int]) -> FreezeError:
+        return cls(
+            f"the model returns a tensor of shape {tuple(shape)} that its graph did not compute.",
+            "return results of the forward only; for a KV cache object, pass use_cache=False.",
+        )
+
+    @classmethod
+    def integer_output(cls) -> FreezeError:
+        return cls(
+            "the model returns numbers that depend on the token count, next to its tensors.",
+            "return tensors and constants only.",
+        )
+
+    @classmethod
+    def arguments(cls, found: str, expected: str) -> FreezeError:
+        return cls(
+            f"the frozen model was called with {found}; it was frozen with {expected or 'nothing'}.",
+            "pass the same arguments as the example did, or freeze another callable for this call.",
+        )
+
+    @classmethod
+    def kind(cls, name: str, found: str, expected: str) -> FreezeError:
+        return cls(
+            f"argument {name!r} is {found}, but the model was frozen with {expected}.",
+            "pass the same kind of input; only the token dimension may differ from the example.",
+        )
+
+    @classmethod
+    def constant(cls, name: str, found: object, expected: object) -> FreezeError:
+        return cls(
+            f"argument {name!r} is {found!r}, but the model was frozen with {expected!r}.",
+            "values that are no tensors are part of the trace; freeze another callable for this value.",
+        )
+
+    @classmethod
+    def grad_enabled(cls) -> FreezeError:
+        return cls(
+            "a frozen model was called with grad enabled; its results would have no gradients.",
+            "call it under torch.no_grad() or torch.inference_mode().",
+        )
+
+    @classmethod
+    def training_changed(cls, was: bool) -> FreezeError:
+        return cls(
+            f"the model was frozen with training={was} and has been switched since.",
+            "switch it back (model.eval()), or call rebind().",
+        )
+
+    @classmethod
+    def not_captured(cls, count: int) -> FreezeError:
+        return cls(
+            f"no tape serves {count} tokens yet, so there is nowhere to write its inputs.",
+            "call the frozen model with that many tokens once, or run pg.capture first.",
+        )
+
+
 class LeakWarning(UserWarning):
     """An attention-like or mutating op was left inside a segment and would be captured with it."""

@@ -12,6 +12,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -46,6 +47,7 @@ class Family:
         signatures: of the graphs that pg.compile traced (one_token.py).
         fallbacks: reason -> calls that reached no trace.
         ran: graphs that ran since pg.compile last set it to 0.
+        observed: where pg.freeze wants (runtime, arguments, outputs) of every graph that runs, or None.
     """
 
     def __init__(self, config: PiecewiseConfig, *, code: CodeType | None = None) -> None:
@@ -60,6 +62,7 @@ class Family:
         self.fallbacks: Counter[str] = Counter()
         self.signatures: list[tuple[Any, ...]] = []
         self.ran = 0
+        self.observed: list[tuple[AnyRuntime, Sequence[Any], Sequence[Any]]] | None = None
         self.number = next(_numbers)
         self._runtimes: list[weakref.ref[AnyRuntime]] = []
         _families.add(self)
@@ -71,6 +74,16 @@ class Family:
     def runtimes(self) -> tuple[AnyRuntime, ...]:
         """The live traces, oldest first."""
         return tuple(runtime for ref in self._runtimes if (runtime := ref()) is not None)
+
+    @contextmanager
+    def observing(self) -> Iterator[list[tuple[AnyRuntime, Sequence[Any], Sequence[Any]]]]:
+        """Collect (runtime, arguments, outputs) of the graphs that run inside the block."""
+        found: list[tuple[AnyRuntime, Sequence[Any], Sequence[Any]]] = []
+        self.observed = found
+        try:
+            yield found
+        finally:
+            self.observed = None
 
     def may_capture(self) -> bool:
         if self.capturing is not None:

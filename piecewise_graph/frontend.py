@@ -266,10 +266,11 @@ def _with_plain_strides(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A slice of length 1 keeps the strides of what it was cut from; Dynamo would trace it anew."""
-    return tuple(map(_plain_strides, args)), {name: _plain_strides(value) for name, value in kwargs.items()}
+    return tuple(map(plain_strides, args)), {name: plain_strides(value) for name, value in kwargs.items()}
 
 
-def _plain_strides(value: Any) -> Any:
+def plain_strides(value: Any) -> Any:
+    """A contiguous tensor with the strides that its shape implies."""
     if not isinstance(value, Tensor) or not value.is_contiguous():
         return value
     step = 1

@@ -134,13 +134,13 @@ class GraphPool:
 
     def run_off_default_stream(self, calls: Iterable[Callable[[], Any]]) -> None:
         """Make `calls` in order, ordered with the caller's stream (Note [Off the default stream])."""
-        caller = torch.cuda.current_stream(self._device) if self._stream is not None else None
-        if caller is None or caller != torch.cuda.default_stream(self._device):
+        if self._device is None or self._stream is None or not _torch.on_default_stream(self._device):
             for call in calls:
                 call()
             return
-        assert self._events is not None and self._stream is not None
+        assert self._events is not None
         before, after = self._events
+        caller = torch.cuda.current_stream(self._device)
         self._stream.wait_event(caller.record_event(before))
         with torch.cuda.stream(self._stream):
             for call in calls:

@@ -50,7 +50,11 @@ def per_model(
         return runtimes[key]
 
     def forward(*args: Any) -> Any:
-        return runtime_for(args)(*args)
+        runtime = runtime_for(args)
+        outputs = runtime(*args)
+        if runtime.family.observed is not None:
+            runtime.family.observed.append((runtime, args, outputs))
+        return outputs
 
     runtime_for(example_inputs)
     return forward

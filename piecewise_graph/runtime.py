@@ -61,8 +61,9 @@ class Runtime:
         self.bound_ids = frozenset(id(tensor) for _, tensor in bound)
         self.piecewise = TapeSet()
         self.full: dict[Hashable, TapeSet] = {}
+        self.generation = 0  # rises when a tape that somebody remembers may be out of date
         self._not_full = full_fault(program)
-        self._addresses = BoundAddresses(program, [index for index, _ in bound])
+        self.addresses = BoundAddresses(program, [index for index, _ in bound])
         self._inputs: StaticInputs | None = None
         self._buffers = FlatBuffers()
         self._size_verdicts: dict[tuple[int, ...], str | None] = {}
@@ -147,12 +148,17 @@ class Runtime:
         self.piecewise = TapeSet()
         self.full = {}
         self._inputs = None
-        self._addresses.forget()
+        self.addresses.forget()
+        self._forget_bound()
         self._buffers = FlatBuffers()
 
     def buffer_bytes(self) -> int:
         """Bytes of owned buffers outside of the graph pool."""
         return self._buffers.bytes() + (self._inputs.bytes() if self._inputs else 0)
+
+    def count(self, args: Sequence[Any]) -> int:
+        """Tokens of a call with these arguments."""
+        return self._count(self.program.contract.read_sizes(args))
 
     def _count(self, sizes: Sizes) -> int:
         if self.program.token is not None:
@@ -171,12 +177,31 @@ class Runtime:
         assert decision.bucket is not None
         if decision.action is Action.CAPTURE:
             return self._capture(args, num_tokens, decision, context)
-        entry = (self._tapes_for(context) if decision.full else self.piecewise).tapes[decision.bucket]
+        ready = self._bind(decision, num_tokens, context)
+        return self._replay(ready, self._tapes_for(context), args, num_tokens, context)
+
+    def ready_for(self, num_tokens: int, context: ForwardContext) -> Ready | None:
+        """The tape that would serve such a call now, bound; None where none would."""
+        ready = self._tapes_for(context).ready.get(num_tokens)
+        if ready is None:
+            decision = self.decide(num_tokens, context)
+            if decision.action is Action.REPLAY:
+                ready = self._bind(decision, num_tokens, context)
+        return ready
+
+    def _bind(self, decision: Decision, num_tokens: int, context: ForwardContext) -> Ready:
+        assert decision.bucket is not None
+        asked = self._tapes_for(context)
+        entry = (asked if decision.full else self.piecewise).tapes[decision.bucket]
         bound = entry.tape.bind(num_tokens)
         ready = Ready(bound, entry.context, decision.bucket, decision.not_full)
-        tapes = self._tapes_for(context)
-        tapes.ready[num_tokens] = ready
-        return self._replay(ready, tapes, args, num_tokens, context)
+        asked.ready[num_tokens] = ready
+        return ready
+
+    def _forget_bound(self) -> None:
+        self.generation += 1
+        for _, tapes in self.all_tapes():
+            tapes.ready.clear()
 
     def _run_compiled(
         self, args: Sequence[Any], sizes: Sizes, num_tokens: int, reason: str, context: ForwardContext
@@ -225,12 +250,8 @@ class Runtime:
         self, ready: Ready, tapes: TapeSet, args: Sequence[Any], num_tokens: int, context: ForwardContext
     ) -> list[Any]:
         if self.family.config.check != "off":
-            self._addresses.check(args)
-        if ready.context is not None:
-            thorough = not ready.checked or self.family.config.check == "always"
-            ready.context.check(context, ready.bucket, num_tokens, thorough=thorough)
-            ready.checked[:] = [True]
-            counters.add("full_replays")
+            self.addresses.check(args)
+        ready.check(context, num_tokens, always=self.family.config.check == "always")
         bound = ready.bound
         bound.copy_in.fill(args)
         self.family.pool.run_off_default_stream(bound.calls)
@@ -240,9 +261,10 @@ class Runtime:
             counters.not_full(ready.not_full)
         for reason, segments in bound.unpadded.items():
             counters.unpadded(reason, segments)
-        return self._own(bound.outputs, args)
+        return self.own(bound.outputs, args)
 
-    def _own(self, outputs: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def own(self, outputs: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Outputs as the caller gets them; `args` where he gets an argument of his own back."""
         copy = self.family.config.outputs == "copy"
         return [
             _argument(value, args, self.program)
@@ -261,7 +283,7 @@ class Runtime:
         assert bucket is not None
         family.pool.join(program.device, self)
         if family.config.check != "off":
-            self._addresses.check(args)
+            self.addresses.check(args)
         if decision.not_full:
             counters.not_full(decision.not_full)
         args = in_layout(self.program, args, program.sizes_at(num_tokens))
@@ -321,9 +343,8 @@ class Runtime:
         else:
             seconds, graph_bytes = time.perf_counter() - began, family.pool.bytes() - before
             tapes.tapes[bucket] = Tape(tape, seconds, graph_bytes, remembered)
-            self._addresses.remember(args)
-            for _, other in self.all_tapes():
-                other.ready.clear()
+            self.addresses.remember(args)
+            self._forget_bound()
             return
         counters.add("failed_captures")
 

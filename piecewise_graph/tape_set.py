@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from piecewise_graph.captured_context import CapturedContext
+from piecewise_graph.context import ForwardContext
 from piecewise_graph.dispatch import Captured
 from piecewise_graph.family import Family
 from piecewise_graph.tape import BoundTape, ReplayTape
+from piecewise_graph.telemetry import counters
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,17 @@ class Ready:
     bucket: int
     not_full: str | None
     checked: list[bool] = field(default_factory=list)  # one entry once its context was looked into
+
+    def check(self, context: ForwardContext, num_tokens: int, *, always: bool) -> None:
+        """Refuse a full graph under another context than the captured one; count its replay.
+
+        Args:
+            always: look into the context's objects in every replay, not in the first alone.
+        """
+        if self.context is not None:
+            self.context.check(context, self.bucket, num_tokens, thorough=always or not self.checked)
+            self.checked[:] = [True]
+            counters.add("full_replays")
 
     def stands_in(self, family: Family) -> bool:
         """It is piecewise only because no full graph was captured, and one may be captured now."""

@@ -21,7 +21,7 @@ CUSTOM_OPS = sorted((ROOT.parent / "custom_ops").rglob("*.py"))
 # A module imports from lines above its own, never from its own line or below.
 LEVELS = (
     {"errors", "telemetry", "buckets", "_torch"},
-    {"context", "shapes", "signals", "splitting_ops", "dispatch", "token_dims"},
+    {"context", "shapes", "signals", "call_names", "splitting_ops", "dispatch", "token_dims"},
     {"split_graph", "graph_pool"},
     {"splitter", "analysis", "config", "one_token"},
     {"compiler"},
@@ -36,8 +36,8 @@ LEVELS = (
     {"per_model"},
     {"backend"},
     {"frontend"},
-    {"lookup"},
-    {"precapture", "report", "facades"},
+    {"lookup", "frozen_plan"},
+    {"precapture", "report", "facades", "freeze"},
     {"__init__"},
     {"demo"},
     {"cli"},
