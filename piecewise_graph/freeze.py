@@ -11,7 +11,8 @@ replacing any of these, call `rebind()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import operator
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +161,7 @@ class Frozen:
         self._compiled, self._structure, self._trace = compiled, structure, trace
         self._example = tuple(leaves)
         self._names = leaf_names(compiled, structure, len(leaves))
-        self._forms: dict[Hashable, Callable[..., list[Any]]] = {}
+        self._flat_forms: set[Hashable] = set()
         self._plans: dict[Hashable, FrozenPlan] = {}
         model = getattr(compiled, "_model", None) or _torch.original_callable(compiled)
         self._module = model if isinstance(model, torch.nn.Module) else None
@@ -171,11 +172,15 @@ class Frozen:
         return self._trace.runtime.family
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        form = self._forms.get((len(args), *kwargs))
-        leaves = form(args, kwargs) if form is not None else self._learn(args, kwargs)
+        known = (len(args), *kwargs) in self._flat_forms
+        leaves = [*args, *kwargs.values()] if known else self._learn(args, kwargs)
         tensors = [leaves[index] for index, _ in self._trace.inputs]
         context = get_forward_context()
-        key = (*[tensor.shape for tensor in tensors], context.full_graph, context.graph_key)
+        try:
+            key = (*[tensor.shape for tensor in tensors], context.full_graph, context.graph_key)
+        except AttributeError:  # no tensor where the example had one
+            self._check_tensors(leaves)
+            raise
         plan = self._plans.get(key)
         if plan is None or not plan.serves(tensors):
             return self._uncommon(leaves, tensors, key, context)
@@ -236,12 +241,12 @@ class Frozen:
         return cached
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The caller's leaves in the example's order; remembers how to find them next time."""
+        """The caller's leaves in the example's order; remembers a call without containers."""
         leaves, structure = _torch.flatten((args, kwargs))
         if structure == self._structure:
-            flat = len(leaves) == len(args) + len(kwargs)
-            key: Hashable = (len(args), *kwargs)
-            self._forms[key] = _flat_form if flat else _nested_form
+            given = [*args, *kwargs.values()]
+            if len(given) == len(leaves) and all(map(operator.is_, given, leaves)):
+                self._flat_forms.add((len(args), *kwargs))
             return leaves
         bound = self._bind(args, kwargs)
         leaves, structure = _torch.flatten(bound)
@@ -307,11 +312,3 @@ class Frozen:
             for dim, size in enumerate(spec.shape if spec is not None else ()):
                 if size.is_Integer and leaf.shape[dim] != int(size):
                     raise FreezeError.kind(name, describe(leaf), f"size {size} in dimension {dim}")
-
-
-def _flat_form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    return [*args, *kwargs.values()]
-
-
-def _nested_form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    return _torch.flatten((args, kwargs))[0]
