@@ -30,7 +30,7 @@ import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import piecewise_graph as pg  # noqa: E402
-from benchmarks.common import RESULTS, Mark, alternate, table, write  # noqa: E402
+from benchmarks.common import RESULTS, Mark, alternate, table, without_out, write  # noqa: E402
 from piecewise_graph.lookup import family_for  # noqa: E402
 from piecewise_graph.shapes import evaluate  # noqa: E402
 from piecewise_graph.split_graph import Ref  # noqa: E402
@@ -98,18 +98,10 @@ def main() -> int:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        command = " ".join(["python -m benchmarks.bench_backend", *_without_out(sys.argv[1:])])
+        command = " ".join(["python -m benchmarks.bench_backend", *without_out(sys.argv[1:])])
         write(options.out, command, rows, marks)  # after each shape: a long run that is cut short loses one
     print(table([row for row in rows if "tokens" in row], _COLUMNS))
     return 0
-
-
-def _without_out(arguments: list[str]) -> list[str]:
-    """Where the results go is no part of what was measured."""
-    if "--out" not in arguments:
-        return arguments
-    place = arguments.index("--out")
-    return arguments[:place] + arguments[place + 2 :]
 
 
 @torch.inference_mode()
@@ -120,7 +112,7 @@ def _bench_shape(
     # cuDNN's attention builds a plan for every new token count, 0.13 s each, on every side alike.
     torch.backends.cuda.enable_cudnn_sdp(False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = _model(shape, device)
+    model = random_model(shape, device, "sdpa")
     make = partial(_inputs, vocab=model.config.vocab_size, device=device)
     start, compiled = _start(shape, model, make, options)
     rows.append(start)
@@ -141,11 +133,12 @@ def _bench_shape(
         )
 
 
-def _model(shape: Shape, device: str) -> Any:
+def random_model(shape: Shape, device: torch.device | str, attention: str) -> Any:
+    """A Llama of this shape with random bf16 weights."""
     config = LlamaConfig(
         **{"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192} | shape.config
     )
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = attention
     with torch.device(device):
         torch.set_default_dtype(torch.bfloat16)
         try:

@@ -68,6 +68,14 @@ def write(path: Path, command: str, rows: Sequence[Mapping[str, Any]], marks: Se
         print(f"{verdict} {mark['name']}: {mark['value']:.4g} (limit {mark['limit']:.4g})")
 
 
+def without_out(arguments: list[str]) -> list[str]:
+    """Where the results go is no part of what was measured."""
+    if "--out" not in arguments:
+        return arguments
+    place = arguments.index("--out")
+    return arguments[:place] + arguments[place + 2 :]
+
+
 @dataclass(frozen=True)
 class Timing:
     """Median seconds of one side, with the quartiles as its spread."""

@@ -286,11 +286,12 @@ class Frozen:
         for index, argument, dim in self._trace.symbols:
             full[index] = full[argument].shape[dim]
         outputs = runtime(*full)
-        ready = runtime.ready_for(runtime.count(full), context)
+        count = runtime.count(full)
+        ready = runtime.ready_for(count, context)
         if ready is not None and not any(isinstance(value, Ref) for value in ready.bound.outputs):
             indices = [index for _, index in self._trace.inputs]
             template = self._trace.template
-            self._plans[key] = FrozenPlan(runtime, ready, indices, tensors, template, self._rebuild)
+            self._plans[key] = FrozenPlan(runtime, ready, count, indices, tensors, template, self._rebuild)
         return self._rebuild(outputs)
 
     def _rebuild(self, outputs: Sequence[Any]) -> Any:

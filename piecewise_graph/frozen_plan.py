@@ -30,13 +30,14 @@ class FrozenPlan:
         self,
         runtime: Runtime,
         ready: Ready,
+        num_tokens: int,
         inputs: Sequence[int],
         tensors: Sequence[Tensor],
         template: Sequence[Any],
         rebuild: Callable[[Sequence[Any]], Any],
     ) -> None:
         self._runtime, self._ready, self._rebuild = runtime, ready, rebuild
-        self._generation = runtime.generation
+        self._generation, self._num_tokens = runtime.generation, num_tokens
         self._kinds = tuple((tensor.dtype, tensor.device) for tensor in tensors)
         plan = ready.bound.copy_in
         self._order = [list(inputs).index(index) for index in plan.indices]
@@ -62,7 +63,7 @@ class FrozenPlan:
         ready = self._ready
         with self._pool.lock:
             if ready.context is not None:
-                check_same_context(ready.context, context, ready.bucket)
+                check_same_context(ready.context, context, ready.bucket, self._num_tokens)
                 counters.add("full_replays")
             if self._always:
                 self._runtime.addresses.check(self._template)
