@@ -19,8 +19,8 @@ from piecewise_graph.backend import reset
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.context import forward_context, get_forward_context
 from piecewise_graph.facades import register_attention
-from piecewise_graph.freeze import freeze
 from piecewise_graph.frontend import compile
+from piecewise_graph.frozen import freeze
 from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.precapture import capture
 from piecewise_graph.report import explain

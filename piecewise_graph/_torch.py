@@ -247,6 +247,11 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     return torch.utils._pytree.tree_unflatten(leaves, structure)
 
 
+def capturing() -> bool:
+    """The current stream is capturing a graph; what torch.cuda's function of that name asks."""
+    return torch._C._cuda_isCurrentStreamCapturing()
+
+
 def on_default_stream(device: torch.device) -> bool:
     """The caller is on CUDA's legacy default stream; ten times cheaper than comparing stream objects."""
     return torch._C._cuda_getCurrentRawStream(device.index or 0) == 0

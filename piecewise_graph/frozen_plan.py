@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from piecewise_graph import _torch
 from piecewise_graph.context import ForwardContext
-from piecewise_graph.full_graph import check_same_context
-from piecewise_graph.graph_pool import capturing_elsewhere
 from piecewise_graph.runtime import Runtime
+from piecewise_graph.shapes import overwrite
+from piecewise_graph.tape import own_outputs
 from piecewise_graph.tape_set import Ready
 from piecewise_graph.telemetry import counters
+
+MISS = object()  # what a plan answers when the call is not one of its own
 
 
 class FrozenPlan:
@@ -38,56 +41,55 @@ class FrozenPlan:
     ) -> None:
         self._runtime, self._ready, self._rebuild = runtime, ready, rebuild
         self._generation, self._num_tokens = runtime.generation, num_tokens
-        self._kinds = tuple((tensor.dtype, tensor.device) for tensor in tensors)
+        self._kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
         plan = ready.bound.copy_in
-        self._order = [list(inputs).index(index) for index in plan.indices]
-        self._destinations = plan.destinations
-        self._expanded = [(list(inputs).index(index), view) for index, view in plan.expanded]
+        views = dict(zip(plan.indices, plan.destinations, strict=True)) | dict(plan.expanded)
+        self._views = [views[index] for index in inputs]
+        self._expanded = frozenset(
+            place for place, index in enumerate(inputs) if index in dict(plan.expanded)
+        )
         self._padding = plan.padding
-        self._pool, self._device = runtime.family.pool, runtime.program.device
-        self._template = template
+        self._pool, self._template = runtime.family.pool, template
+        self._on_gpu = runtime.program.device.type == "cuda"
         self._owned = runtime.family.config.outputs == "copy"
         self._always = runtime.family.config.check == "always"
         self._static = None if self._owned else rebuild(ready.bound.outputs)
 
-    def serves(self, tensors: Sequence[Tensor]) -> bool:
-        """The plan is still good, and so are these inputs, whose shapes are known to fit."""
-        if self._generation != self._runtime.generation or capturing_elsewhere(self._device):
-            return False
-        return all(
-            tensor.dtype is dtype and tensor.device == device
-            for tensor, (dtype, device) in zip(tensors, self._kinds, strict=True)
-        )
+    def call(self, tensors: Sequence[Tensor], context: ForwardContext) -> Any:
+        """Replay; MISS where the plan is out of date or the inputs, whose shapes fit, are of another kind."""
+        if self._generation != self._runtime.generation or (self._on_gpu and _torch.capturing()):
+            return MISS
+        foreign = [place for place, view in enumerate(self._views) if tensors[place] is not view]
+        for place in foreign:
+            dtype, device = self._kinds[place]
+            if tensors[place].dtype is not dtype or tensors[place].device != device:
+                return MISS
+        with self._pool.using() as nested:
+            return MISS if nested else self._run(tensors, foreign, context)
 
-    def run(self, tensors: Sequence[Tensor], context: ForwardContext) -> Any:
+    def _run(self, tensors: Sequence[Tensor], foreign: Sequence[int], context: ForwardContext) -> Any:
         ready = self._ready
-        with self._pool.lock:
-            if ready.context is not None:
-                check_same_context(ready.context, context, ready.bucket, self._num_tokens)
-                counters.add("full_replays")
-            if self._always:
-                self._runtime.addresses.check(self._template)
-            self._copy_in(tensors)
-            self._pool.run_off_default_stream(ready.bound.calls)
-            counters.add("replays")
-            if ready.not_full is not None:
-                counters.not_full(ready.not_full)
-            for reason, segments in ready.bound.unpadded.items():
-                counters.unpadded(reason, segments)
-            if not self._owned:
-                return self._static
-            return self._rebuild(self._runtime.own(ready.bound.outputs, tensors))
-
-    def _copy_in(self, tensors: Sequence[Tensor]) -> None:
-        """Copy what the caller did not write in place; then zero the tails, as every replay does."""
-        sources, destinations = [], []
-        for place, destination in zip(self._order, self._destinations, strict=True):
-            if tensors[place].data_ptr() != destination.data_ptr():
-                sources.append(tensors[place])
-                destinations.append(destination)
-        if sources:
-            torch._foreach_copy_(destinations, sources)
-        for place, destination in self._expanded:
-            destination.copy_(tensors[place])
-        if self._padding:
+        ready.check(context, self._num_tokens, always=self._always)
+        if self._always:
+            self._runtime.addresses.check(self._template)
+        if foreign:
+            self._copy_in(tensors, foreign)
+        if self._padding:  # zeros, as in every replay
             torch._foreach_zero_(self._padding)
+        self._pool.run_off_default_stream(ready.bound.calls)
+        counters.add("replays")
+        if ready.not_full is not None:
+            counters.not_full(ready.not_full)
+        for reason, segments in ready.bound.unpadded.items():
+            counters.unpadded(reason, segments)
+        if not self._owned:
+            return self._static
+        return self._rebuild(own_outputs(self._runtime.program, ready.bound.outputs, (), copy=True))
+
+    def _copy_in(self, tensors: Sequence[Tensor], foreign: Sequence[int]) -> None:
+        """Bring what the caller did not write in place, in one launch."""
+        plain = [place for place in foreign if place not in self._expanded]
+        if plain:
+            torch._foreach_copy_([self._views[i] for i in plain], [tensors[i] for i in plain])
+        for place in self._expanded.intersection(foreign):
+            overwrite(self._views[place], tensors[place])

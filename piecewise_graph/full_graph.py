@@ -21,11 +21,12 @@ from typing import Any
 from torch import Tensor
 
 from piecewise_graph import _torch
+from piecewise_graph.buckets import bucket_for
 from piecewise_graph.compiler import CompiledSegment
 from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.padding import probe_size, run_unpadded
 from piecewise_graph.program import Program, run_steps
-from piecewise_graph.recorder import Verdicts, capturing, input_values, is_proven, prove
+from piecewise_graph.recorder import Verdicts, capturing, input_values, is_proven, prove, unpaddable_sizes
 from piecewise_graph.shapes import evaluate
 from piecewise_graph.split_graph import Ref, SegmentStep, Size
 from piecewise_graph.static_inputs import StaticInputs, narrow
@@ -49,6 +50,16 @@ def exact_sizes(program: Program, verdicts: Verdicts, sizes: Iterable[int]) -> d
     faults = {size: [program.unpaddable, *(verdicts.get((key, size)) for key in keys)] for size in sizes}
     found = {size: next((why for why in reasons if why), None) for size, reasons in faults.items()}
     return {size: why for size, why in found.items() if why is not None}
+
+
+def padded_size(program: Program, verdicts: Verdicts, sizes: Sequence[int], num_tokens: int) -> int | None:
+    """Rows that ops of an uncaptured forward get where a batch describes a bucket's; None: the live."""
+    if program.blocked or full_fault(program) or program.unpaddable or num_tokens == 0:
+        return None
+    bucket = bucket_for(num_tokens, sizes)
+    if bucket in (None, num_tokens):
+        return bucket
+    return None if unpaddable_sizes(program, verdicts, [bucket]) else bucket
 
 
 def run_padded(

@@ -60,6 +60,7 @@ class GraphPool:
         self._sentinel: torch.cuda.CUDAGraph | None = None
         self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
         self._in_use = 0
+        self._use = _Use(self)
 
     @property
     def device(self) -> torch.device | None:
@@ -103,20 +104,13 @@ class GraphPool:
             graph.capture_end()
         return graph
 
-    @contextmanager
-    def using(self) -> Iterator[bool]:
+    def using(self) -> _Use:
         """Hold the pool for one forward: its graphs run one after another.
 
-        Yields:
-            whether a forward of this thread holds it already: this one is called from inside of a splitting
-            op, and a replay would overwrite what the outer one has computed.
+        Entering says whether a forward of this thread holds it already: the new one is called from inside of
+        a splitting op, and a replay would overwrite what the outer one has computed.
         """
-        with self.lock:
-            self._in_use += 1
-            try:
-                yield self._in_use > 1
-            finally:
-                self._in_use -= 1
+        return self._use
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -214,9 +208,29 @@ class GraphPool:
                 torch.cuda.empty_cache()
 
 
+class _Use:
+    """A context manager, one per pool; a generator would cost each forward a microsecond more."""
+
+    __slots__ = ("_pool",)
+
+    def __init__(self, pool: GraphPool) -> None:
+        self._pool = weakref.proxy(pool)
+
+    def __enter__(self) -> bool:
+        pool = self._pool
+        pool.lock.acquire()
+        pool._in_use += 1
+        return pool._in_use > 1
+
+    def __exit__(self, *_: object) -> None:
+        pool = self._pool
+        pool._in_use -= 1
+        pool.lock.release()
+
+
 def capturing_elsewhere(device: torch.device) -> bool:
     """The caller is capturing a graph of his own: our replays and captures would not belong in it."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and _torch.capturing()
 
 
 def _stand_in(

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.addresses import BoundAddresses
-from piecewise_graph.buckets import bucket_for
 from piecewise_graph.captured_context import CapturedContext, check_tokens
 from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.dispatch import Action, Decision, Situation, decide
@@ -28,6 +27,7 @@ from piecewise_graph.full_graph import (
     exact_sizes,
     full_fault,
     live_rows,
+    padded_size,
     record_full,
     run_padded,
 )
@@ -36,8 +36,8 @@ from piecewise_graph.program import Program, in_layout, run_steps
 from piecewise_graph.recorder import is_proven, record, rehearse, unpaddable_sizes
 from piecewise_graph.shapes import Sizes
 from piecewise_graph.signals import ShapeMiss, TracedOnly
-from piecewise_graph.split_graph import Ref
 from piecewise_graph.static_inputs import FlatBuffers, StaticInputs
+from piecewise_graph.tape import own_outputs
 from piecewise_graph.tape_set import Ready, Tape, TapeSet
 from piecewise_graph.telemetry import counters
 
@@ -210,25 +210,17 @@ class Runtime:
         if self.family.capturing is not False:  # pg.capture's tracing calls are nobody's forwards
             counters.fallback(reason)
             self.fallbacks[reason] += 1
+        # Inside of the caller's own capture nothing may be proven: a proof waits for the device.
         padded = None if reason == "captured_by_caller" else self._run_padded(args, num_tokens, context)
-        return (
-            run_steps(self.program, args, sizes) if padded is None else self._live(padded, args, num_tokens)
-        )
-
-    def _padded_size(self, num_tokens: int) -> int | None:
-        """Rows that the ops of an uncaptured forward get where a batch describes a bucket's."""
-        if self.program.blocked or self._not_full or self.program.unpaddable or num_tokens == 0:
-            return None
-        bucket = bucket_for(num_tokens, [size for size in self.sizes if size not in self._invalid])
-        exact = bucket is not None and bucket in unpaddable_sizes(
-            self.program, self.family.verdicts, [bucket]
-        )
-        return None if exact and bucket != num_tokens else bucket
+        if padded is None:
+            return run_steps(self.program, args, sizes)
+        return live_rows(self.program, padded, args, num_tokens, self._static_inputs())
 
     def _run_padded(self, args: Sequence[Any], num_tokens: int, context: ForwardContext) -> list[Any] | None:
         """A forward on padded inputs, where the context asks for a full graph; None where that cannot be."""
-        bucket = self._padded_size(num_tokens) if context.full_graph else None
-        if bucket is None:
+        valid = [size for size in self.sizes if size not in self._invalid]
+        bucket = padded_size(self.program, self.family.verdicts, valid, num_tokens)
+        if bucket is None or not context.full_graph:
             return None
         check_tokens(context, num_tokens)
         try:
@@ -237,9 +229,6 @@ class Runtime:
             )
         except CannotPad:
             return None
-
-    def _live(self, padded: Sequence[Any], args: Sequence[Any], num_tokens: int) -> list[Any]:
-        return live_rows(self.program, padded, args, num_tokens, self._static_inputs())
 
     def _static_inputs(self) -> StaticInputs:
         if self._inputs is None:
@@ -261,19 +250,7 @@ class Runtime:
             counters.not_full(ready.not_full)
         for reason, segments in bound.unpadded.items():
             counters.unpadded(reason, segments)
-        return self.own(bound.outputs, args)
-
-    def own(self, outputs: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Outputs as the caller gets them; `args` where he gets an argument of his own back."""
-        copy = self.family.config.outputs == "copy"
-        return [
-            _argument(value, args, self.program)
-            if isinstance(value, Ref)
-            else value.clone()
-            if copy and isinstance(value, Tensor)
-            else value
-            for value in outputs
-        ]
+        return own_outputs(self.program, bound.outputs, args, copy=self.family.config.outputs == "copy")
 
     def _capture(
         self, args: Sequence[Any], num_tokens: int, decision: Decision, context: ForwardContext
@@ -302,10 +279,10 @@ class Runtime:
         self, args: Sequence[Any], num_tokens: int, bucket: int, context: ForwardContext
     ) -> tuple[list[Any], list[Any]]:
         """One uncaptured forward: its outputs, and the padded ones where it ran at the bucket's size."""
+        program, verdicts, watch = self.program, self.family.verdicts, not self.piecewise.tapes
         padded = self._run_padded(args, num_tokens, context)
         if padded is not None:
-            return self._live(padded, args, num_tokens), padded
-        program, verdicts, watch = self.program, self.family.verdicts, not self.piecewise.tapes
+            return live_rows(program, padded, args, num_tokens, self._static_inputs()), padded
         outputs = rehearse(program, args, num_tokens, bucket, verdicts, watch_ops=watch)
         return outputs, outputs if num_tokens == bucket else []
 
@@ -347,7 +324,3 @@ class Runtime:
             self._forget_bound()
             return
         counters.add("failed_captures")
-
-
-def _argument(item: Ref, args: Sequence[Any], program: Program) -> Any:
-    return args[item.slot] if item.slot < len(args) else program.split.inputs[item.slot].constant

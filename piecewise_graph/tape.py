@@ -7,7 +7,7 @@ token count are made once and kept, because a slice costs more host time than a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -133,3 +133,24 @@ def _call_into(call: Call, destinations: tuple[tuple[int | None, Tensor], ...]) 
     result = call()
     for element, destination in destinations:
         overwrite(destination, result if element is None else result[element])
+
+
+def own_outputs(program: Program, outputs: Sequence[Any], args: Sequence[Any], *, copy: bool) -> list[Any]:
+    """A bound tape's outputs as the caller gets them.
+
+    Args:
+        args: the call's arguments; an output may be one of them.
+        copy: the caller owns what it gets.
+    """
+    return [
+        _argument(program, value, args)
+        if isinstance(value, Ref)
+        else value.clone()
+        if copy and isinstance(value, Tensor)
+        else value
+        for value in outputs
+    ]
+
+
+def _argument(program: Program, item: Ref, args: Sequence[Any]) -> Any:
+    return args[item.slot] if item.slot < len(args) else program.split.inputs[item.slot].constant

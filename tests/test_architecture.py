@@ -37,7 +37,7 @@ LEVELS = (
     {"backend"},
     {"frontend"},
     {"lookup", "frozen_plan"},
-    {"precapture", "report", "facades", "freeze"},
+    {"precapture", "report", "facades", "frozen"},
     {"__init__"},
     {"demo"},
     {"cli"},
@@ -150,7 +150,7 @@ def test_functions_fit_on_a_screen_and_files_stay_short(path: Path) -> None:
     tree = parsed(path)
     long = {f.name: f.end_lineno - f.lineno + 1 for f in functions(tree) if f.end_lineno - f.lineno >= 60}
     assert not long
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= (400 if path.stem == "errors" else 335)
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= (450 if path.stem == "errors" else 335)
 
 
 def code_lines(path: Path) -> int:
@@ -170,7 +170,7 @@ def code_lines(path: Path) -> int:
 def test_core_stays_within_its_budget() -> None:
     """Lines of code; the command line is no part of the core."""
     core = [path for path in CORE if path.stem not in ("cli", "demo", "__main__")]
-    assert sum(map(code_lines, core)) <= 3650
+    assert sum(map(code_lines, core)) <= 4100
 
 
 def test_public_names_are_listed_sorted_and_exist() -> None:

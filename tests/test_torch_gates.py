@@ -465,3 +465,30 @@ def test_published_graphs_go_through_the_function_that_depyf_swaps(monkeypatch: 
     monkeypatch.setattr(torch._dynamo.utils, "lazy_format_graph_code", lambda name, gm: shown.append(name))
     _torch.publish_graph("segment_0", torch.fx.symbolic_trace(torch.nn.ReLU()))
     assert shown == ["segment_0"]
+
+
+def test_structures_are_taken_apart_and_put_together() -> None:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    output = CausalLMOutput(logits=torch.ones(2))
+    leaves, structure = _torch.flatten({"a": [1, output], "b": None})
+    assert len(leaves) == 3
+    rebuilt = _torch.unflatten(leaves, structure)
+    assert type(rebuilt["a"][1]) is CausalLMOutput
+    assert rebuilt["a"][1].logits is output.logits
+
+
+@pytest.mark.gpu
+def test_streams_are_told_apart() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert _torch.on_default_stream(device)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert not _torch.on_default_stream(device)
+
+
+@pytest.mark.gpu
+def test_a_capture_under_way_is_seen() -> None:
+    assert not _torch.capturing()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert _torch.capturing()
+        torch.zeros(1, device="cuda")

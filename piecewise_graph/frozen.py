@@ -25,7 +25,7 @@ from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.errors import FreezeError
 from piecewise_graph.family import Family
 from piecewise_graph.frontend import plain_strides
-from piecewise_graph.frozen_plan import FrozenPlan
+from piecewise_graph.frozen_plan import MISS, FrozenPlan
 from piecewise_graph.lookup import family_for
 from piecewise_graph.runtime import Runtime
 from piecewise_graph.split_graph import Ref
@@ -182,10 +182,12 @@ class Frozen:
             self._check_tensors(leaves)
             raise
         plan = self._plans.get(key)
-        if plan is None or not plan.serves(tensors):
-            return self._uncommon(leaves, tensors, key, context)
-        self._check_call(leaves)
-        return plan.run(tensors, context)
+        if plan is not None:
+            self._check_call(leaves)
+            result = plan.call(tensors, context)
+            if result is not MISS:
+                return result
+        return self._uncommon(leaves, tensors, key, context)
 
     def static_inputs(self, num_tokens: int) -> dict[str, Tensor]:
         """Where a replay of `num_tokens` tokens reads its inputs, by argument name.
