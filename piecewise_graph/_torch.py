@@ -6,6 +6,8 @@ differs between versions is decided here, so that the rest of the package reads 
 
 from __future__ import annotations
 
+import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -145,6 +147,18 @@ def raise_recompile_limit() -> None:
 
 # --- compilers ------------------------------------------------------------------------------------
 
+# Graph capture is ours: a user's global reduce-overhead must not nest. Freezing would bake one layer's
+# weights into code that all equal layers share.
+_PATCHES = {"triton.cudagraphs": False, "freezing": False}
+
+
+def start_compile_workers() -> None:
+    """Have the processes that compile Triton kernels start, as torch's own backend does; returns at once."""
+    if torch.cuda.is_available():
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
+
 
 def compile_segment(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
     """Compile one segment for dynamic sizes. The result takes `*inputs` and returns a sequence.
@@ -158,12 +172,9 @@ def compile_segment(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Ca
         return torch._dynamo.lookup_backend("aot_eager")(gm, list(inputs))
     from torch._inductor import standalone_compile
 
-    # Graph capture is ours: a user's global reduce-overhead must not nest. Freezing would bake one
-    # layer's weights into code that all equal layers share.
-    patches = {"triton.cudagraphs": False, "freezing": False}
     has_outputs = bool(next(iter(reversed(gm.graph.nodes))).args[0])
     source: Any = "from_graph" if has_outputs else "from_tracing_context"
-    return standalone_compile(gm, list(inputs), dynamic_shapes=source, options={"config_patches": patches})
+    return standalone_compile(gm, list(inputs), dynamic_shapes=source, options={"config_patches": _PATCHES})
 
 
 def compile_whole(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
@@ -178,6 +189,64 @@ def publish_graph(name: str, gm: GraphModule) -> None:
     from torch._dynamo.utils import lazy_format_graph_code
 
     lazy_format_graph_code(name, gm)
+
+
+# --- compiled segments on disk --------------------------------------------------------------------
+
+
+def load_artifact(path: str) -> Callable[..., Any]:
+    """What a compiled segment's `save(path=..., format="binary")` wrote; what is bad raises anything."""
+    from torch._inductor import CompiledArtifact, config
+
+    with config.patch(_PATCHES):
+        return CompiledArtifact.load(path=path, format="binary")
+
+
+def inductor_cache_dir() -> str:
+    return str(importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir())
+
+
+def code_modules() -> list[Any]:
+    """Python modules that Inductor has generated and loaded in this process, oldest first."""
+    codecache = sys.modules.get("torch._inductor.codecache")
+    return [] if codecache is None else codecache.PyCodeCache.modules
+
+
+def compile_options() -> list[str]:
+    """Options of Inductor and AOTAutograd that change generated code; objects show as ` at 0x`."""
+    from torch._functorch import config as aot
+    from torch._inductor import config
+
+    passes = [name for name in config._cache_config_ignore_prefix if name.endswith("_pass")]
+    portable = config.save_config_portable(ignore_private_configs=False), aot.save_config_portable()
+    return [repr(sorted(options.items())) for options in portable] + [
+        repr([(name, getattr(config, name)) for name in passes])
+    ]
+
+
+def op_schemas(target: Any) -> list[str] | None:
+    """Signatures of an op, or of all overloads of one. None for what is no op, or one that tracing opens."""
+    names = target.overloads() if isinstance(target, OpOverloadPacket) else ()
+    ops = [target] if isinstance(target, OpOverload) else [getattr(target, name) for name in names]
+    foreign = [op for op in ops if op.namespace not in ("aten", "prims")]
+    opened = any(op._can_decompose() or op.python_key_table for op in foreign)
+    return None if opened or not ops else [str(op._schema) for op in ops]
+
+
+def size_hint(shape_env: Any, symbol: sympy.Symbol) -> int | None:
+    """The value of a size symbol while tracing; None for one that has none (unbacked)."""
+    value = shape_env.backed_var_to_val.get(symbol)
+    return None if value is None else int(value)
+
+
+def holds(shape_env: Any, condition: sympy.Basic) -> bool:
+    """Whether a condition on sizes is true of the values while tracing; assumes nothing."""
+    return bool(condition.xreplace(shape_env.backed_var_to_val) == sympy.true)
+
+
+def assume(shape_env: Any, condition: sympy.Basic) -> None:
+    """Make a condition that holds part of what the trace relies on."""
+    shape_env.evaluate_expr(condition)
 
 
 # --- looking at what a segment does ---------------------------------------------------------------

@@ -76,7 +76,7 @@ def build(gm: GraphModule, example_inputs: Sequence[Any], find_family: FindFamil
     assert graph is not None
     for leak in graph.leaks:
         _warn_leak(leak)
-    compiled = compile_split(graph, compiler, family.compiled)
+    compiled = compile_split(graph, compiler, family.compiled, family.config.artifact_dir)
     _count(compiled)
     program = _program(gm, example_inputs, compiled)
     static = None if program.contract.symbols else _static_tokens(graph)

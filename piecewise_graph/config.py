@@ -40,6 +40,8 @@ class PiecewiseConfig:
         check: addresses of weights are compared before a replay: "first" and "always" on every call
             through Dynamo, "off" never (a moved weight is then read at its old address).
         pool: a `GraphPool` to share between models, None = one of the model's own.
+        cache_dir: a folder for compiled segments, so that the next process starts warm; None = off. What
+            lies there is code that will be run: nobody else may be able to write to it.
 
     Raises:
         ConfigError: for a value that cannot work.
@@ -53,6 +55,7 @@ class PiecewiseConfig:
     outputs: str = "copy"
     check: str = "first"
     pool: GraphPool | None = None
+    cache_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -64,6 +67,7 @@ class PiecewiseConfig:
         if self.pool is not None and not isinstance(self.pool, GraphPool):
             raise ConfigError.bad_value("pool", self.pool, "a pg.GraphPool() or None")
         object.__setattr__(self, "capture_sizes", self._checked_sizes())
+        object.__setattr__(self, "cache_dir", self._checked_cache_dir())
 
     def _checked_sizes(self) -> tuple[int, ...]:
         given = self.capture_sizes
@@ -80,6 +84,21 @@ class PiecewiseConfig:
                 "capture_sizes", given, f"sizes up to max_tokens={self.max_tokens}, or raise max_tokens"
             )
         return tuple(sorted(set(given)))
+
+    @property
+    def artifact_dir(self) -> str | None:
+        """`cache_dir` as an absolute path."""
+        assert self.cache_dir is None or isinstance(self.cache_dir, str)
+        return self.cache_dir
+
+    def _checked_cache_dir(self) -> str | None:
+        """Absolute, so that a later chdir does not lose it."""
+        given = self.cache_dir
+        if given is None:
+            return None
+        if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+            raise ConfigError.bad_value("cache_dir", given, "the path of a folder, or None")
+        return os.path.abspath(os.path.expanduser(os.fspath(given)))
 
     @property
     def sizes(self) -> tuple[int, ...]:

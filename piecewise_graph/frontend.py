@@ -28,6 +28,7 @@ from torch.fx import GraphModule
 
 from piecewise_graph import _torch
 from piecewise_graph.backend import build
+from piecewise_graph.compiler import prepare
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, TraceError
 from piecewise_graph.family import Family
@@ -69,6 +70,7 @@ class CompiledModel:
         self, model: Callable[..., Any], token_dim: Mapping[str, int] | None, config: PiecewiseConfig
     ) -> None:
         _torch.raise_recompile_limit()
+        prepare(config.compiler, config.artifact_dir)
         self._model = model
         self._finder = TokenDims(model, token_dim)
         self.family = Family(config)

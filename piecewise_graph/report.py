@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from piecewise_graph.errors import NotCompiledError
@@ -39,8 +40,11 @@ class TraceReport:
         sizes: the token counts that it serves, as text.
         steps, segments, inline_segments: how it was cut; inline ones have no compute.
         splitting_ops: name -> calls.
-        distinct: segment structures, each compiled once.
-        compile_seconds: summed over the distinct structures.
+        distinct: segment structures, each compiled once or loaded from cache_dir.
+        compile_seconds: summed over the structures that were compiled.
+        from_cache: structures loaded from cache_dir.
+        load_seconds: summed over these.
+        cache_notes: why files of cache_dir were not used or not written -> structures.
         leaks: suspicious ops left inside a segment.
         blocked: why it never replays, or None.
         padding: per structure that must not be padded, why.
@@ -55,6 +59,9 @@ class TraceReport:
     splitting_ops: dict[str, int]
     distinct: int
     compile_seconds: float
+    from_cache: int
+    load_seconds: float
+    cache_notes: dict[str, int]
     leaks: tuple[str, ...]
     blocked: str | None
     padding: dict[str, str]
@@ -111,14 +118,18 @@ def _trace(runtime: Runtime) -> TraceReport:
     inline = sum(not s.facts.computes for s in segments.values())
     keys = {segment.key for segment in segments.values()}
     faults = {key: why for (key, _), why in runtime.family.verdicts.items() if why and key in keys}
+    distinct = program.compiled.distinct
     return TraceReport(
         sizes=_sizes(runtime),
         steps=len(split.steps),
         segments=len(segments) - inline,
         inline_segments=inline,
         splitting_ops=ops,
-        distinct=len(program.compiled.distinct),
-        compile_seconds=sum(s.seconds for s in program.compiled.distinct),
+        distinct=len(distinct),
+        compile_seconds=sum(s.seconds for s in distinct if not s.from_cache),
+        from_cache=sum(s.from_cache for s in distinct),
+        load_seconds=sum(s.seconds for s in distinct if s.from_cache),
+        cache_notes=dict(Counter(s.cache_note for s in distinct if s.cache_note is not None)),
         leaks=split.leaks,
         blocked=program.blocked,
         padding=faults,
@@ -141,7 +152,8 @@ def _bucket(mode: str, tapes: TapeSet, size: int) -> BucketReport:
 
 
 def _whole(runtime: WholeRuntime) -> TraceReport:
-    return TraceReport("all", 1, 0, 0, {}, 0, 0.0, (), runtime.reason, {}, (), {}, dict(runtime.fallbacks))
+    nothing = TraceReport("all", 1, 0, 0, {}, 0, 0.0, 0, 0.0, {}, (), runtime.reason, {}, (), {}, {})
+    return replace(nothing, fallbacks=dict(runtime.fallbacks))
 
 
 def _sizes(runtime: Runtime) -> str:
@@ -158,7 +170,8 @@ def _trace_lines(number: int, trace: TraceReport) -> list[str]:
     if trace.segments:
         inline = f" (+{trace.inline_segments} inline)" if trace.inline_segments else ""
         lines.append(f"  {trace.steps} steps: {trace.segments} segments{inline}, {ops}")
-        lines.append(f"  {trace.distinct} distinct structures compiled in {trace.compile_seconds:.1f} s")
+        lines.append(f"  {trace.distinct} distinct structures {_origin(trace)}")
+        lines += [f"  cache_dir: {why} ({count} structures)" for why, count in trace.cache_notes.items()]
     if trace.blocked:
         lines.append(f"  never replayed: {trace.blocked}")
     lines += [f"  inside a segment, not registered: {leak}" for leak in trace.leaks]
@@ -173,6 +186,16 @@ def _trace_lines(number: int, trace: TraceReport) -> list[str]:
     lines += [f"  bucket {size} failed: {why}" for size, why in trace.failed.items()]
     lines += [f"  fallback {reason}: {count} calls" for reason, count in trace.fallbacks.items()]
     return lines
+
+
+def _origin(trace: TraceReport) -> str:
+    compiled = f"compiled in {trace.compile_seconds:.1f} s"
+    loaded = f"loaded from cache_dir in {trace.load_seconds:.1f} s"
+    if not trace.from_cache:
+        return compiled
+    if trace.from_cache == trace.distinct:
+        return loaded
+    return f"({trace.distinct - trace.from_cache} {compiled}, {trace.from_cache} {loaded})"
 
 
 def _mib(count: int) -> str:

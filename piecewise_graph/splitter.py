@@ -252,7 +252,8 @@ class _SegmentBuilder:
     """Copies a group's nodes into a graph of its own, with names that equal layers share.
 
     Node names are left to FX and placeholders are numbered, so that equal layers print the same graph
-    and Inductor's on-disk cache finds them too.
+    and Inductor's on-disk cache finds them too. Nodes keep the values that Dynamo saw: AOTAutograd stores
+    and finds a graph only if it can tell that methods are those of tensors.
     """
 
     def __init__(self, lowering: _Lowering, group: _Group) -> None:
@@ -266,8 +267,6 @@ class _SegmentBuilder:
     def build(self, leaving: list[Node]) -> GraphModule:
         for node in self.group.nodes:
             self._copy(node)
-        for node in leaving:  # Inductor finds the fake mode of a graph on its outputs
-            self.copied[node].meta["example_value"] = _torch.example_value(node)
         self.graph.output(tuple(self.copied[node] for node in leaving))
         return GraphModule(self.root, self.graph, class_name="Segment")
 
@@ -275,6 +274,7 @@ class _SegmentBuilder:
         args = map_arg(node.args, self._operand)
         kwargs = map_arg(dict(node.kwargs), self._operand)
         new = self.graph.create_node(node.op, node.target, tuple(args), dict(kwargs))
+        new.meta["example_value"] = _torch.example_value(node)
         self.copied[node] = new
         return new
 

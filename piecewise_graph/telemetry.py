@@ -12,6 +12,10 @@ NAMES = {
     "inline_segments": "segments without compute, evaluated once when a tape is bound",
     "op_steps": "steps between segments, each of one or more adjacent splitting ops",
     "compiles": "distinct segment structures compiled",
+    "cache_hits": "distinct segment structures loaded from cache_dir instead of compiled",
+    "cache_misses": "lookups in cache_dir that ended in a compile",
+    "cache_rejected": "of these, files that were there and not used; per reason as 'cache_rejected:REASON'",
+    "cache_unsaved": "structures compiled and not written; per reason as 'cache_unsaved:REASON'",
     "tapes": "buckets captured",
     "failed_captures": "buckets whose capture failed; pg.explain says why",
     "captures": "graphs captured (segments x buckets; on a CPU their stand-ins)",
@@ -39,6 +43,14 @@ class Counters:
     def not_full(self, reason: str) -> None:
         self._counts["not_full"] += 1
         self._counts[f"not_full:{reason}"] += 1
+
+    def cache_rejected(self, reason: str) -> None:
+        self._counts["cache_rejected"] += 1
+        self._counts[f"cache_rejected:{reason}"] += 1
+
+    def cache_unsaved(self, reason: str) -> None:
+        self._counts["cache_unsaved"] += 1
+        self._counts[f"cache_unsaved:{reason}"] += 1
 
     def unpadded(self, reason: str, amount: int = 1) -> None:
         self._counts["unpadded_segments"] += amount

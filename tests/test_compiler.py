@@ -180,6 +180,28 @@ def test_restart_raised_from_inside_a_compile_reaches_dynamo(
     assert len(pg.explain(fast).traces) == 1
 
 
+def test_code_is_shared_by_traces_only_where_its_conditions_hold(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the compiler made one kind of code for up to 6 tokens and another for more."""
+    compile_segment = _torch.compile_segment
+
+    def compile_by_size(gm: Any, inputs: Any, compiler: str) -> Any:
+        size = next(x.shape[0] for x in inputs if isinstance(x, Tensor))
+        large.append(bool(size > 6))  # asking makes the answer a condition of the trace
+        return compile_segment(gm, inputs, compiler)
+
+    large: list[bool] = []
+    monkeypatch.setattr(_torch, "compile_segment", compile_by_size)
+    model = Blocks(2).to(device)
+    fast = compiled(model)
+    for count, traces in ((5, 1), (6, 0), (7, 1), (8, 0), (4, 0)):
+        with pg.counters.expect(traces=traces, compiles=3 * traces):
+            x = rows(count, device)
+            assert_same(fast(x), model(x))
+    assert large == [False] * 3 + [True] * 3
+
+
 def test_compile_error_is_not_hidden(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> Any:
         raise RuntimeError("the compiler is broken")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,21 @@ def test_unhashable_choice_is_refused_like_any_other() -> None:
 def test_pool_must_be_a_graph_pool() -> None:
     with pytest.raises(ConfigError, match="GraphPool"):
         pg.PiecewiseConfig(pool=(0, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [3, "", b"folder", True, ["folder"]])
+def test_cache_dir_must_be_a_path(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)cache_dir=.*path of a folder"):
+        pg.PiecewiseConfig(cache_dir=value)  # type: ignore[arg-type]
+
+
+def test_cache_dir_survives_a_change_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    wanted = str(tmp_path / "segments")
+    assert pg.PiecewiseConfig(cache_dir="segments").cache_dir == wanted
+    assert pg.PiecewiseConfig(cache_dir=Path("segments")) == pg.PiecewiseConfig(cache_dir=wanted)
+    assert pg.PiecewiseConfig(cache_dir="~/segments").cache_dir == "/home/somebody/segments"
 
 
 def test_sizes_are_sorted_without_repeats() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -297,6 +298,114 @@ def test_whole_graph_keeps_gradients(compiler: str, device: torch.device) -> Non
         model.zero_grad()
         model(x).sum().backward()
     torch.testing.assert_close(found, model.linear.weight.grad)
+
+
+# --- compiled segments on disk ------------------------------------------------------------------------
+
+
+def compiled_in_backend(device: torch.device) -> Any:
+    """A compiled `x.sin() * 2 + 1` for any number of rows."""
+    made: list[Any] = []
+
+    def look(gm: GraphModule) -> None:
+        from piecewise_graph.splitter import split
+
+        (step,) = split(gm).segments
+        inputs = [_torch.example_value(n) for n in placeholders(step.gm)]
+        made.append(_torch.compile_segment(step.gm, inputs, "inductor"))
+
+    trace(lambda x: x.sin() * 2 + 1, dynamic(6, 8, device=device), look=look)
+    return made[0]
+
+
+def test_saved_segment_loads_and_serves_all_sizes(tmp_path: Path, device: torch.device) -> None:
+    from torch._inductor import config
+
+    file = str(tmp_path / "artifact")
+    compiled_in_backend(device).save(path=file, format="binary")
+    with config.patch({"triton.cudagraphs": True}):  # as a user may have it; graphs are ours
+        loaded = _torch.load_artifact(file)
+    for count in (6, 3, 1, 40):
+        x = torch.randn(count, 8, device=device)
+        (found,) = loaded(x)
+        torch.testing.assert_close(found, x.sin() * 2 + 1)
+
+
+def test_bad_artifact_raises_something(tmp_path: Path) -> None:
+    (tmp_path / "artifact").write_bytes(b"none")
+    with pytest.raises(Exception, match=r"."):
+        _torch.load_artifact(str(tmp_path / "artifact"))
+
+
+def test_generated_modules_are_listed_with_the_libraries_of_their_kernels() -> None:
+    """C++ kernels are builtin functions of a module whose file is the library, in Inductor's cache."""
+    before = len(_torch.code_modules())
+    compiled_in_backend(torch.device("cpu"))
+    added = _torch.code_modules()[before:]
+    assert added
+    files = [getattr(getattr(v, "__self__", None), "__file__", None) for m in added for v in vars(m).values()]
+    libraries = [Path(file) for file in files if file and file.endswith(".so")]
+    assert libraries
+    assert all(library.is_relative_to(_torch.inductor_cache_dir()) for library in libraries)
+
+
+def test_options_show_what_changes_code_and_no_address() -> None:
+    from torch._inductor import config
+
+    before = _torch.compile_options()
+    assert before == _torch.compile_options()
+    assert not any(" at 0x" in line for line in before)
+    with config.patch({"epilogue_fusion": False}):
+        assert _torch.compile_options() != before
+    with config.patch({"joint_custom_pre_pass": lambda graph: None}):
+        assert any(" at 0x" in line for line in _torch.compile_options())
+
+
+def test_schemas_of_ops_overloads_and_functions() -> None:
+    add = torch.ops.aten.add
+    assert _torch.op_schemas(add.Tensor) == [str(add.Tensor._schema)]
+    assert str(add.Tensor._schema) in (_torch.op_schemas(add) or [])
+    assert _torch.op_schemas(torch.add) is None
+    assert _torch.op_schemas(torch.ops.higher_order.cond) is None
+
+
+def test_op_that_tracing_opens_has_no_schemas() -> None:
+    with torch.library._scoped_library("gates", "FRAGMENT") as library:
+        for name, key in (("opaque", "CompositeExplicitAutograd"), ("open", "CompositeImplicitAutograd")):
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, lambda x: x + 1, key)
+        assert _torch.op_schemas(torch.ops.gates.opaque) == ["gates::opaque(Tensor x) -> Tensor"]
+        assert _torch.op_schemas(torch.ops.gates.open) is None
+
+
+def test_conditions_are_tried_on_the_traced_sizes_and_then_relied_on() -> None:
+    def look(gm: GraphModule) -> tuple[Any, ...]:
+        shape_env = _torch.shape_env_of(gm)
+        (symbol,) = _torch.expression(_size(gm)).free_symbols
+        tried = [_torch.holds(shape_env, condition) for condition in (symbol < 100, sympy.Eq(symbol, 7))]
+        before = _torch.shape_guards(shape_env)
+        _torch.assume(shape_env, symbol < 100)
+        return _torch.size_hint(shape_env, symbol), tried, before, _torch.value_range(shape_env, symbol)
+
+    assert trace(lambda x: x * 2, dynamic(6, 8), look=look).seen == [(6, [True, False], (), (2, 99))]
+
+
+def test_size_of_an_unknown_symbol_has_no_hint() -> None:
+    def look(gm: GraphModule) -> Any:
+        return _torch.size_hint(_torch.shape_env_of(gm), sympy.Symbol("none"))
+
+    assert trace(lambda x: x * 2, dynamic(6, 8), look=look).seen == [None]
+
+
+def test_compile_workers_start_only_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import async_compile
+
+    started: list[bool] = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: started.append(True))
+    for available in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        _torch.start_compile_workers()
+    assert started == [True]
 
 
 # --- looking at segments ------------------------------------------------------------------------------
