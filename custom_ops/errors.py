@@ -49,6 +49,15 @@ class AttentionError(PiecewiseError, ValueError):
         )
 
     @classmethod
+    def wrong_layer(cls, layer: int, layers: int) -> AttentionError:
+        what = f"layer {layer} of the model, and a KV cache of {layers} layers"
+        return cls.bad_batch(what, "build the cache with PagedKVCache.for_model(model.config, ...)")
+
+    @classmethod
+    def bad_call(cls, what: str, remedy: str) -> AttentionError:
+        return cls(f"piecewise::attention cannot be called like this: {what}.", remedy)
+
+    @classmethod
     def unsupported_model(cls, what: str) -> AttentionError:
         return cls(
             f"this model asks its attention for {what}, which piecewise::attention does not do.",
@@ -78,6 +87,13 @@ class CacheError(PiecewiseError):
         return cls(
             f"request slot {slot} would hold {tokens} tokens; a row of the block table has room for {limit}.",
             "raise max_seq_len of the RequestTable, or stop the request earlier.",
+        )
+
+    @classmethod
+    def not_reserved(cls, slot: int, tokens: int, capacity: int) -> CacheError:
+        return cls(
+            f"request slot {slot} would hold {tokens} tokens; its pages have room for {capacity}.",
+            f"call RequestTable.reserve({{{slot}: {tokens}}}) before the batch is filled.",
         )
 
     @classmethod
