@@ -25,7 +25,8 @@ class AttentionError(PiecewiseError, ValueError):
     @classmethod
     def reserved_name(cls, name: str) -> AttentionError:
         return cls(
-            f"transformers takes {name!r} for an attention of its own, as all names with 'flash' or '|'.",
+            f"transformers takes {name!r} for an attention of its own, as names with 'flash' or '|' and those "
+            "that are registered already.",
             "choose another name for register_attention, such as 'piecewise'.",
         )
 
@@ -46,6 +47,14 @@ class AttentionError(PiecewiseError, ValueError):
         return cls(
             f"the batch describes {batch} tokens, but the model was called with {tokens}.",
             "build or fill the batch from the same requests as input_ids; one row per token.",
+        )
+
+    @classmethod
+    def wrong_lengths(cls, starts: Sequence[int], rows: int) -> AttentionError:
+        shown = ", ".join(map(str, starts[:8])) + (", ..." if len(starts) > 8 else "")
+        return cls(
+            f"cu_seqlens is [{shown}], but the model was called with {rows} tokens.",
+            f"pass the first row of each sequence in order, then their number: from 0 to {rows}.",
         )
 
     @classmethod

@@ -261,6 +261,13 @@ def test_auto_is_right_with_what_is_installed_here() -> None:
     check(case_of(implementation="auto"), 1e-5)
 
 
+def test_a_nan_of_the_model_shows() -> None:
+    case = case_of()
+    case.call.q[2] = float("nan")
+    case.batch.run(case.call, captured=False)
+    assert case.call.out.isnan().flatten(1).any(1).tolist() == [False, False, True, False, False]
+
+
 # --- the call against the cache ---
 
 
