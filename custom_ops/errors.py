@@ -25,8 +25,8 @@ class AttentionError(PiecewiseError, ValueError):
     @classmethod
     def reserved_name(cls, name: str) -> AttentionError:
         return cls(
-            f"transformers takes {name!r} for an attention of its own, as names with 'flash' or '|' and those "
-            "that are registered already.",
+            f"transformers takes {name!r} for an attention of its own, as all names with 'flash' or '|', and "
+            "those that it has registered.",
             "choose another name for register_attention, such as 'piecewise'.",
         )
 
@@ -71,6 +71,13 @@ class AttentionError(PiecewiseError, ValueError):
         return cls(
             f"this model asks its attention for {what}, which piecewise::attention does not do.",
             "load it with attn_implementation='sdpa'; the backend splits and captures that too.",
+        )
+
+    @classmethod
+    def own_attention(cls, config: str) -> AttentionError:
+        return cls(
+            f"the model of {config} computes its attention itself, and would only lose its causal mask.",
+            "load it with attn_implementation='eager'; the backend splits and captures what it can of that.",
         )
 
 

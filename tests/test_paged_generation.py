@@ -133,8 +133,8 @@ CAUSAL = masking_utils.create_causal_mask
 SLIDING = masking_utils.create_sliding_window_causal_mask
 CHUNKED = masking_utils.create_chunked_causal_mask
 MASKS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
-    "or_mask_function": (CAUSAL, {}, {"or_mask_function": lambda b, h, q, k: q >= 0}, "mask function of its own"),
-    "and_mask_function": (SLIDING, {}, {"and_mask_function": lambda b, h, q, k: q >= 0}, "function of its own"),
+    "or_mask_function": (CAUSAL, {}, {"or_mask_function": lambda b, h, q, k: q >= 0}, "a mask of its own"),
+    "and_mask_function": (SLIDING, {}, {"and_mask_function": lambda b, h, q, k: q >= 0}, "a mask of its own"),
     "blocks": (CAUSAL, {}, {"block_sequence_ids": torch.zeros(1, 6, dtype=torch.long)}, "block_sequence_ids"),
     "blocks in a window": (
         SLIDING, {}, {"block_sequence_ids": torch.zeros(1, 6, dtype=torch.long)}, "block_sequence_ids",
@@ -202,8 +202,8 @@ def test_a_second_cache_is_refused(device: torch.device, no_grad: None) -> None:
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 128, "sliding_window": 8,
-    "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "piecewise-torch",
+    "num_key_value_heads": 2, "vocab_size": models.VOCABULARY, "max_position_embeddings": 128,
+    "sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "piecewise-torch",
 }  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def test_a_model_that_ignores_the_registry_is_refused(device: torch.device, no_g
         hidden_size=32, n_layer=2, n_head=4, vocab_size=64, attn_implementation="piecewise-torch"
     )
     model = transformers.BloomForCausalLM(config).to(device).eval()
-    with pytest.raises(AttentionError, match="BloomConfig's attention"):
+    with pytest.raises(AttentionError, match="BloomConfig computes its attention itself"):
         model(input_ids=models.random_ids(5, device=device), use_cache=False)
 
 

@@ -131,7 +131,7 @@ class BatchBuffers:
             used -= 1
         odd = next((index for index in range(used) if query_lens[index] != batch.query_len), None)
         if odd is not None:
-            what = f"request {odd} has {query_lens[odd]} rows, every request of uniform buffers {batch.query_len}"
+            what = f"request {odd} has {query_lens[odd]} rows, each of uniform buffers {batch.query_len}"
             raise AttentionError.bad_batch(what, "make BatchBuffers without uniform=True for such batches")
 
 
@@ -151,7 +151,10 @@ class _Requests:
         self.columns = self.slots, self.seq_lens, self.query_lens
         counts = {len(column) for column in self.columns}
         if len(counts) > 1:
-            found = f"{len(self.slots)} slots, {len(self.query_lens)} query_lens, {len(self.seq_lens)} seq_lens"
+            names = "slots", "seq_lens", "query_lens"
+            found = ", ".join(
+                f"{len(column)} {name}" for column, name in zip(self.columns, names, strict=True)
+            )
             raise AttentionError.bad_batch(found, "pass one of each per request")
         seen: set[int] = set()
         for slot, rows, length in zip(self.slots, self.query_lens, self.seq_lens, strict=True):

@@ -121,13 +121,12 @@ def no_mask(
     if attention_mask is not None:
         raise AttentionError.unsupported_model("a padding mask (attention_mask); lengths are the batch's")
     if _ignores_registry(type(config).__module__):
-        what = f"nothing: {type(config).__name__}'s attention is not chosen by attn_implementation, its mask is"
-        raise AttentionError.unsupported_model(what)
+        raise AttentionError.own_attention(type(config).__name__)
     # Only transformers' bidirectional masks may be skipped as such.
     if "allow_is_bidirectional_skip" in kwargs:
         raise AttentionError.unsupported_model("attention that is not causal")
     if use_vmap:
-        raise AttentionError.unsupported_model("a mask function of its own (or_mask_function, and_mask_function)")
+        raise AttentionError.unsupported_model("a mask of its own (or_mask_function, and_mask_function)")
     if mask_function is not causal_mask_function and mask_function.__qualname__ != _JOINED:
         raise AttentionError.unsupported_model("tokens that see later ones (such as block_sequence_ids)")
     if local_size is not None and local_size != getattr(config, "sliding_window", local_size):
@@ -136,7 +135,7 @@ def no_mask(
 
 @torch.compiler.assume_constant_result
 def _ignores_registry(configuration: str) -> bool:
-    """A model of transformers with an attention of its own, as Bloom's: without a mask it would see everything.
+    """A model of transformers that asks for no attention, as Bloom: it would only lose its mask.
 
     Args:
         configuration: the module that defines the model's configuration.
@@ -181,4 +180,4 @@ def _is_windowed(module: nn.Module, config: Any) -> bool:
     if getattr(config, "sliding_window", None) is None or not getattr(config, "use_sliding_window", True):
         return False
     types = getattr(config, "layer_types", None)
-    return types is None or types[module.layer_idx] != "full_attention"  # type: ignore[index]
+    return types is None or types[module.layer_idx] != "full_attention"
