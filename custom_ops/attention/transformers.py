@@ -118,10 +118,10 @@ def no_mask(
         local_size: of a window, or of a chunk.
         use_vmap: somebody's own function has been joined (`or_mask_function`, `and_mask_function`).
     """
-    if attention_mask is not None:
-        raise AttentionError.unsupported_model("a padding mask (attention_mask); lengths are the batch's")
     if _ignores_registry(type(config).__module__):
         raise AttentionError.own_attention(type(config).__name__)
+    if attention_mask is not None:
+        raise AttentionError.unsupported_model("a padding mask (attention_mask); lengths are the batch's")
     # Only transformers' bidirectional masks may be skipped as such.
     if "allow_is_bidirectional_skip" in kwargs:
         raise AttentionError.unsupported_model("attention that is not causal")
