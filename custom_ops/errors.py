@@ -25,7 +25,8 @@ class AttentionError(PiecewiseError, ValueError):
     @classmethod
     def reserved_name(cls, name: str) -> AttentionError:
         return cls(
-            f"transformers takes {name!r} for an attention of its own, as all names with 'flash' or '|'.",
+            f"transformers takes {name!r} for an attention of its own, as all names with 'flash' or '|', and "
+            "those that it has registered.",
             "choose another name for register_attention, such as 'piecewise'.",
         )
 
@@ -49,10 +50,34 @@ class AttentionError(PiecewiseError, ValueError):
         )
 
     @classmethod
+    def wrong_lengths(cls, starts: Sequence[int], rows: int) -> AttentionError:
+        shown = ", ".join(map(str, starts[:8])) + (", ..." if len(starts) > 8 else "")
+        return cls(
+            f"cu_seqlens is [{shown}], but the model was called with {rows} tokens.",
+            f"pass the first row of each sequence in order, then their number: from 0 to {rows}.",
+        )
+
+    @classmethod
+    def wrong_layer(cls, layer: int, layers: int) -> AttentionError:
+        what = f"layer {layer} of the model, and a KV cache of {layers} layers"
+        return cls.bad_batch(what, "build the cache with PagedKVCache.for_model(model.config, ...)")
+
+    @classmethod
+    def bad_call(cls, what: str, remedy: str) -> AttentionError:
+        return cls(f"piecewise::attention cannot be called like this: {what}.", remedy)
+
+    @classmethod
     def unsupported_model(cls, what: str) -> AttentionError:
         return cls(
             f"this model asks its attention for {what}, which piecewise::attention does not do.",
             "load it with attn_implementation='sdpa'; the backend splits and captures that too.",
+        )
+
+    @classmethod
+    def own_attention(cls, config: str) -> AttentionError:
+        return cls(
+            f"the model of {config} computes its attention itself, and would only lose its causal mask.",
+            "load it with attn_implementation='eager'; the backend splits and captures what it can of that.",
         )
 
 
@@ -78,6 +103,13 @@ class CacheError(PiecewiseError):
         return cls(
             f"request slot {slot} would hold {tokens} tokens; a row of the block table has room for {limit}.",
             "raise max_seq_len of the RequestTable, or stop the request earlier.",
+        )
+
+    @classmethod
+    def not_reserved(cls, slot: int, tokens: int, capacity: int) -> CacheError:
+        return cls(
+            f"request slot {slot} would hold {tokens} tokens; its pages have room for {capacity}.",
+            f"call RequestTable.reserve({{{slot}: {tokens}}}) before the batch is filled.",
         )
 
     @classmethod

@@ -107,6 +107,17 @@ class RequestTable:
         self._pages: dict[int, list[int]] = {}
         self._unsent: dict[int, int] = {}  # flat index into block_table -> page
 
+    @classmethod
+    def for_cache(cls, cache: PagedKVCache, *, max_requests: int, max_seq_len: int) -> RequestTable:
+        """A table that hands out all pages of `cache`."""
+        return cls(
+            num_pages=cache.num_pages,
+            page_size=cache.page_size,
+            max_requests=max_requests,
+            max_seq_len=max_seq_len,
+            device=cache.device,
+        )
+
     @property
     def free_pages(self) -> int:
         return len(self._free_pages)
@@ -163,9 +174,9 @@ class RequestTable:
         if not self._unsent:
             return
         changes = torch.tensor([list(self._unsent), list(self._unsent.values())], dtype=torch.int64)
-        self._unsent = {}
         index, pages = to_device(changes, self.block_table.device)
         self.block_table.view(-1).index_put_((index,), pages.to(torch.int32))
+        self._unsent = {}  # only now: after a transfer that failed, the next flush has to send them too
 
     def _append(self, slot: int, page: int) -> None:
         pages = self._pages[slot]

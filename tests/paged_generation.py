@@ -55,10 +55,7 @@ class Generator:
         self.cache = PagedKVCache.for_model(
             config, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device
         )
-        self.table = RequestTable(
-            num_pages=num_pages, page_size=page_size, max_requests=max_requests, max_seq_len=max_seq_len,
-            device=device,
-        )  # fmt: skip
+        self.table = RequestTable.for_cache(self.cache, max_requests=max_requests, max_seq_len=max_seq_len)
         self.static = {
             bucket: BatchBuffers(
                 self.cache, self.table, num_requests=bucket, num_tokens=bucket, max_query_len=1, uniform=True

@@ -261,6 +261,13 @@ def test_auto_is_right_with_what_is_installed_here() -> None:
     check(case_of(implementation="auto"), 1e-5)
 
 
+def test_a_nan_of_the_model_shows() -> None:
+    case = case_of()
+    case.call.q[2] = float("nan")
+    case.batch.run(case.call, captured=False)
+    assert case.call.out.isnan().flatten(1).any(1).tolist() == [False, False, True, False, False]
+
+
 # --- the call against the cache ---
 
 
@@ -293,6 +300,45 @@ def test_a_window_smaller_than_the_tree_is_refused() -> None:
     case = case_of(dataclasses.replace(TREE, window=2))
     with pytest.raises(AttentionError, match="a sliding window of 2 tokens and a tree mask of 3"):
         choose(case.call, case.batch, False)
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_the_layer_of_every_call_is_checked(layer: int) -> None:
+    """Layers share what a batch remembers of its calls: the first one's check is not enough."""
+    case = case_of(layer=0)
+    case.batch.run(case.call, captured=False)
+    before = [cached.clone() for cached in (*case.batch.kv_cache.k, *case.batch.kv_cache.v)]
+    with pytest.raises(AttentionError, match=f"layer {layer} of the model, and a KV cache of 2"):
+        case.batch.run(dataclasses.replace(case.call, layer=layer, memo={}), captured=False)
+    for cached, old in zip((*case.batch.kv_cache.k, *case.batch.kv_cache.v), before, strict=True):
+        assert torch.equal(cached, old)
+
+
+BAD_CALLS: dict[str, tuple[Any, str]] = {
+    "k of more rows": (lambda call: {"k": torch.cat([call.k] * 2), "v": torch.cat([call.v] * 2)}, "k .10, 2"),
+    "k of fewer rows": (lambda call: {"k": call.k[:-1], "v": call.v[:-1]}, r"k \(4, 2"),
+    "v of fewer rows": (lambda call: {"v": call.v[:-1]}, r"v \(4, 2, 64\)"),
+    "v of other size": (lambda call: {"v": call.v[..., :32]}, r"v \(5, 2, 32\)"),
+    "k of other size": (lambda call: {"k": call.k[..., :32], "v": call.v[..., :32]}, r"k \(5, 2, 32\)"),
+    "k's dtype": (lambda call: {"k": call.k.double()}, "k torch.float64"),
+    "v's dtype": (lambda call: {"v": call.v.double()}, "v torch.float64"),
+    "q's dtype": (lambda call: {"q": call.q.double()}, "q is torch.float64"),
+    "heads": (lambda call: {"q": call.q[:, :3], "out": call.out[:, :3]}, r"q \(5, 3, 64\)"),
+    "no heads": (lambda call: {"k": call.k[:, :0], "v": call.v[:, :0]}, r"k \(5, 0, 64\)"),
+    "dimensions": (lambda call: {"q": call.q[None]}, r"q \(1, 5, 4, 64\)"),
+    "window 0": (lambda call: {"window": 0}, "window=0"),
+    "window below": (lambda call: {"window": -3}, "window=-3"),
+    "softcap 0": (lambda call: {"softcap": 0.0}, "softcap=0"),
+    "softcap below": (lambda call: {"softcap": -5.0}, "softcap=-5"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CALLS)
+def test_arguments_that_do_not_belong_together_are_refused(what: str) -> None:
+    change, found = BAD_CALLS[what]
+    case = case_of()
+    with pytest.raises(AttentionError, match=found):
+        dataclasses.replace(case.call, memo={}, **change(case.call))
 
 
 def test_too_few_rows_are_refused() -> None:
@@ -383,6 +429,22 @@ def test_a_tree_mask_fits_its_batch(mask: torch.Tensor) -> None:
 def test_a_tree_mask_may_be_wider_than_its_rows() -> None:
     fields = fields_of(case_of(TREE).batch)
     AttentionBatch(**{**fields, "tree_mask": torch.ones(2, 3, 5, dtype=torch.bool)})
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"host_query_lens": (1, 4)}, "2 host_query_lens for 3 requests"),
+        ({"host_seq_lens": (6, 4, 0, 0)}, "4 host_seq_lens for 3 requests"),
+        ({"host_query_lens": (0, 5, 0)}, "host_query_lens up to 5, max_query_len=4"),
+        ({"host_seq_lens": (7, 4, 0)}, "host_seq_lens up to 7, max_seq_len=6"),
+        ({"host_query_lens": (3, 3, 0)}, "host_query_lens of 6 rows, and 5 slots"),
+    ],
+)
+def test_lengths_on_the_host_fit_the_bounds(change: dict[str, Any], found: str) -> None:
+    fields = fields_of(case_of().batch)
+    with pytest.raises(AttentionError, match=found):
+        AttentionBatch(**{**fields, **change})
 
 
 def test_a_batch_prepares_once_for_equal_calls(installed: dict[str, Implementation]) -> None:

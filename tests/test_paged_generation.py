@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 import torch
 import transformers
 from paged_generation import Alone, Generator, alone
+from transformers import masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import piecewise_graph as pg
 from piecewise_graph.custom_ops.attention import make_batch
 from piecewise_graph.custom_ops.attention.implementations import load
 from piecewise_graph.custom_ops.errors import AttentionError
+from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 
 REPOSITORY_MODEL = Path(__file__).parents[1] / "benchmarks" / "models" / "byte-llama"
 PROMPTS = [
@@ -123,6 +127,128 @@ def test_rows_of_a_batch_are_refused(device: torch.device, no_grad: None) -> Non
     model.set_attn_implementation("piecewise-torch")
     with pytest.raises(AttentionError, match="one row"):
         model(input_ids=models.random_ids(5, batch=2, device=device), use_cache=False)
+
+
+CAUSAL = masking_utils.create_causal_mask
+SLIDING = masking_utils.create_sliding_window_causal_mask
+CHUNKED = masking_utils.create_chunked_causal_mask
+MASKS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
+    "or_mask_function": (CAUSAL, {}, {"or_mask_function": lambda b, h, q, k: q >= 0}, "a mask of its own"),
+    "and_mask_function": (SLIDING, {}, {"and_mask_function": lambda b, h, q, k: q >= 0}, "a mask of its own"),
+    "blocks": (CAUSAL, {}, {"block_sequence_ids": torch.zeros(1, 6, dtype=torch.long)}, "block_sequence_ids"),
+    "blocks in a window": (
+        SLIDING, {}, {"block_sequence_ids": torch.zeros(1, 6, dtype=torch.long)}, "block_sequence_ids",
+    ),
+    "bidirectional": (masking_utils.create_bidirectional_mask, {}, {}, "not causal"),
+    "bidirectional window": (masking_utils.create_bidirectional_sliding_window_mask, {}, {}, "not causal"),
+    "is_causal": (CAUSAL, {"is_causal": False}, {}, "not causal"),
+    "chunks": (CHUNKED, {"attention_chunk_size": 3}, {}, "in chunks"),
+}  # fmt: skip
+
+
+def mask_of(make: Any, settings: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    pg.register_attention("piecewise-torch", "torch")
+    config = transformers.MistralConfig(sliding_window=4, attn_implementation="piecewise-torch")
+    for name, value in settings.items():
+        setattr(config, name, value)
+    given = {"config": config, "inputs_embeds": torch.zeros(1, 6, 8), "attention_mask": None, **arguments}
+    if "position_ids" in inspect.signature(make).parameters:
+        given = {"past_key_values": None, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), **given}
+    return make(**given)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("case", MASKS)
+def test_masks_that_say_more_than_the_batch_are_refused(case: str, packed: bool) -> None:
+    """A mask that is dropped would be an answer to another question."""
+    make, settings, arguments, what = MASKS[case]
+    arguments = arguments if packed else {"position_ids": torch.arange(6)[None], **arguments}
+    if "position_ids" not in inspect.signature(make).parameters:
+        arguments = {name: value for name, value in arguments.items() if name != "position_ids"}
+    with pytest.raises(AttentionError, match=what):
+        mask_of(make, settings, arguments)
+
+
+@pytest.mark.parametrize("make", [CAUSAL, SLIDING])
+def test_masks_that_the_batch_replaces_are_none(make: Any) -> None:
+    """Also where transformers sees by the positions that several sequences are packed into one row."""
+    assert mask_of(make, {}, {"position_ids": torch.arange(6)[None]}) is None
+    assert mask_of(make, {}, {}) is None
+
+
+def one_request(model: Any, count: int, device: torch.device, **arguments: Any) -> Any:
+    cache = PagedKVCache.for_model(
+        model.config, num_pages=9, page_size=16, dtype=torch.float32, device=device
+    )
+    table = RequestTable.for_cache(cache, max_requests=1, max_seq_len=64)
+    slot = table.open()
+    table.reserve({slot: 2 * count})
+    ids = models.random_ids(count, device=device)
+    for end in (count, 2 * count):
+        batch, positions = make_batch(cache, table, [slot], [count], [end])
+        with pg.forward_context(attention=batch):
+            model(input_ids=ids, position_ids=positions[None].long(), **arguments)
+
+
+def test_a_second_cache_is_refused(device: torch.device, no_grad: None) -> None:
+    """transformers' own cache would hand over all tokens' K and V, to be written over the new ones'."""
+    pg.register_attention("piecewise-torch", "torch")
+    model = models.build("llama", device=device)
+    model.set_attn_implementation("piecewise-torch")
+    one_request(model, 6, device, use_cache=False)
+    with pytest.raises(AttentionError, match="use_cache=False"):
+        one_request(model, 6, device, use_cache=True, past_key_values=transformers.DynamicCache())
+
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": models.VOCABULARY, "max_position_embeddings": 128,
+    "sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "piecewise-torch",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_window_of_the_mask_alone_is_refused(compiled: bool, device: torch.device, no_grad: None) -> None:
+    """Phimoe's mask has its window, and its attention is not told."""
+    pg.register_attention("piecewise-torch", "torch")
+    config = transformers.PhimoeConfig(**SMALL, num_local_experts=2)
+    model = transformers.PhimoeForCausalLM(config).to(device).eval()
+    run = pg.compile(model, compiler="eager", capture_sizes=[8]) if compiled else model
+    run.config = config
+    with pytest.raises(Exception, match="sliding window in its mask only"):
+        one_request(run, 4, device, use_cache=False)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_window_that_is_switched_off_is_none(windowed: bool, device: torch.device, no_grad: None) -> None:
+    pg.register_attention("piecewise-torch", "torch")
+    config = transformers.Qwen2Config(**SMALL, use_sliding_window=windowed, max_window_layers=1)
+    model = transformers.Qwen2ForCausalLM(config).to(device).eval()
+    one_request(model, 4, device, use_cache=False)
+
+
+def test_a_model_that_ignores_the_registry_is_refused(device: torch.device, no_grad: None) -> None:
+    """Bloom would drop the mask and attend to everything."""
+    pg.register_attention("piecewise-torch", "torch")
+    config = transformers.BloomConfig(
+        hidden_size=32, n_layer=2, n_head=4, vocab_size=64, attn_implementation="piecewise-torch"
+    )
+    model = transformers.BloomForCausalLM(config).to(device).eval()
+    with pytest.raises(AttentionError, match="BloomConfig computes its attention itself"):
+        model(input_ids=models.random_ids(5, device=device), use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention"])
+def test_names_that_transformers_has_are_refused(name: str) -> None:
+    before = dict(ALL_ATTENTION_FUNCTIONS)
+    with pytest.raises(AttentionError, match=f"'{name}' for an attention of its own"):
+        pg.register_attention(name, "torch")
+    assert dict(ALL_ATTENTION_FUNCTIONS) == before
+
+
+def test_a_name_of_ours_may_be_registered_again() -> None:
+    pg.register_attention("piecewise-again", "torch")
+    pg.register_attention("piecewise-again", "auto")
 
 
 def test_unknown_implementation_is_refused_at_registration() -> None:

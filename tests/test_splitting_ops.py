@@ -151,6 +151,38 @@ def test_attention_without_its_batch_is_refused(device: torch.device) -> None:
         attention(*qkv(5, 2, 2, device, torch.float32))
 
 
+@pytest.mark.parametrize("starts", [[0, 3], [0, 9], [3, 5], [0, 4, 3, 5], []])
+def test_sequences_that_are_not_the_rows_are_refused(starts: list[int], device: torch.device) -> None:
+    q, k, v = qkv(5, 2, 2, device, torch.float32)
+    if device.type == "cpu":
+        with packed(starts, device), pytest.raises(AttentionError, match="called with 5 tokens"):
+            attention(q, k, v)
+    elif starts in ([0, 3], [3, 5]):  # the host does not know; it has to show
+        with packed(starts, device):
+            found = attention(q, k, v).isnan().flatten(1)
+        assert found.all(1).tolist() == [not starts[0] <= row < starts[1] for row in range(5)]
+        assert torch.equal(found.all(1), found.any(1))
+
+
+@pytest.mark.parametrize(("name", "what"), [("bogus", "named 'bogus'"), ("flash_attn", "the reference only")])
+def test_sequences_without_a_cache_are_served_by_the_reference(
+    name: str, what: str, device: torch.device
+) -> None:
+    q, k, v = qkv(5, 2, 2, device, torch.float32)
+    with packed([0, 5], device), pytest.raises(AttentionError, match=what):
+        attention(q, k, v, implementation=name)
+    with packed([0, 5], device):
+        assert torch.equal(attention(q, k, v, implementation="torch"), attention(q, k, v))
+
+
+def test_a_nan_of_the_model_shows(device: torch.device) -> None:
+    q, k, v = qkv(5, 2, 2, device, torch.float32)
+    q[1] = float("nan")
+    with packed([0, 5], device):
+        found = attention(q, k, v).isnan().flatten(1)
+    assert found.all(1).tolist() == found.any(1).tolist() == [False, True, False, False, False]
+
+
 def test_attention_takes_strided_queries(device: torch.device) -> None:
     """q, k and v as slices of one merged projection."""
     merged = torch.randn(6, 3, 2, 8, device=device)

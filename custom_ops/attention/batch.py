@@ -47,7 +47,8 @@ class AttentionBatch:
             rows sees (its own row and its ancestors); all before them are seen. None = causal.
         host_query_lens, host_seq_lens: the same lengths on the host, for implementations that plan there.
         num_tokens: rows that the batch describes, padded requests' included.
-        filled: at most one number, of live rows, where the host knows it (`BatchBuffers.fill`).
+        filled: at most one number: with how many tokens the model has to be called, where the host knows it
+            (`BatchBuffers.fill`).
 
     Raises:
         AttentionError: shapes or dtypes that cannot belong together.
@@ -87,6 +88,12 @@ class AttentionBatch:
         """
         if self.num_tokens not in call.rows:
             raise AttentionError.wrong_rows(call.rows[1], self.num_tokens)
+        # In a full graph that is being made, padding included, the rows say nothing: the core has asked
+        # check_tokens. Everywhere else they do.
+        if self.filled and self.filled[-1] != call.rows[1] and not (captured and call.live is None):
+            raise AttentionError.wrong_rows(call.rows[1], self.filled[-1])
+        if not 0 <= call.layer < self.kv_cache.num_layers:  # layers share their traits, and so their step
+            raise AttentionError.wrong_layer(call.layer, self.kv_cache.num_layers)
         attend = self._runs.get((call.traits, captured))
         if attend is None:
             attend = self._choose(call, captured)
@@ -97,7 +104,7 @@ class AttentionBatch:
 
         Called by the core before every replay of a full graph, which runs none of this file.
         """
-        if self.filled and num_tokens not in (self.filled[-1], self.num_tokens):
+        if self.filled and num_tokens != self.filled[-1]:
             raise AttentionError.wrong_rows(num_tokens, self.filled[-1])
 
     def _choose(self, call: AttentionCall, captured: bool) -> Callable[[AttentionCall], None]:
@@ -129,10 +136,31 @@ class AttentionBatch:
             faults.append(
                 (f"query_len={self.query_len}, max_query_len={self.max_query_len}", "make them equal")
             )
+        faults += self._host_faults(requests)
         if self.tree_mask is not None and not _mask_fits(self.tree_mask, requests, self.max_query_len):
             what = f"tree_mask is {self.tree_mask.dtype} {tuple(self.tree_mask.shape)}"
             rows = self.max_query_len
             faults.append((what, f"pass bool [{requests}, {rows}, width], width at least {rows}"))
+        return faults
+
+    def _host_faults(self, requests: int) -> list[tuple[str, str]]:
+        """Planners believe the lengths on the host, kernels those on the device: they have to agree."""
+        faults = []
+        bounds = {
+            "host_query_lens": (self.host_query_lens, "max_query_len", self.max_query_len),
+            "host_seq_lens": (self.host_seq_lens, "max_seq_len", self.max_seq_len),
+        }
+        for name, (lengths, bound, most) in bounds.items():
+            if lengths is None:
+                continue
+            if len(lengths) != requests:
+                faults.append((f"{len(lengths)} {name} for {requests} requests", "pass one per request"))
+            if max(lengths, default=0) > most:
+                faults.append((f"{name} up to {max(lengths)}, {bound}={most}", f"raise {bound}"))
+        rows = sum(self.host_query_lens or ())
+        if rows > self.num_tokens:
+            what = f"host_query_lens of {rows} rows, and {self.num_tokens} slots"
+            faults.append((what, "pass one slot per row"))
         return faults
 
 

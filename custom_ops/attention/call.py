@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..errors import AttentionError
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +46,8 @@ class AttentionCall:
     traits: Traits = field(init=False)
 
     def __post_init__(self) -> None:
+        for what, remedy in self._faults():
+            raise AttentionError.bad_call(what, remedy)
         heads, head_dim = self.q.shape[1:]
         kv_heads = self.k.shape[1]
         traits = _traits(
@@ -52,6 +57,20 @@ class AttentionCall:
         object.__setattr__(self, "traits", traits)
         rows = self.q.shape[0]
         object.__setattr__(self, "rows", (rows, rows if self.live is None else self.live))
+
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        q, k, v = self.q, self.k, self.v
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+        if not q.dim() == k.dim() == 3 or k.shape != v.shape or q.shape[::2] != k.shape[::2]:
+            yield shapes, "pass q, k and v of the same new tokens, [rows, heads, head_dim]; v shaped as k"
+        elif k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+            yield shapes, "make the heads of q a multiple of those of k and v"
+        if not q.dtype == k.dtype == v.dtype:
+            yield f"q is {q.dtype}, k {k.dtype}, v {v.dtype}", "convert them to one dtype first"
+        if self.window is not None and self.window < 1:
+            yield f"window={self.window}", "pass how many tokens a row sees, itself included; None = all"
+        if self.softcap is not None and not self.softcap > 0:
+            yield f"softcap={self.softcap}", "pass the positive bound of the scores; None = unbounded"
 
 
 @dataclass(frozen=True, eq=False)

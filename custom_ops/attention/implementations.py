@@ -164,9 +164,6 @@ def _check_call(call: AttentionCall, batch: AttentionBatch) -> None:
         found = f"{call.traits.kv_heads} KV heads of {call.traits.head_dim}"
         what = f"the model has {found}, its KV cache {cache.kv_heads} of {cache.head_dim}"
         raise AttentionError.bad_batch(what, "build the cache with PagedKVCache.for_model(model.config, ...)")
-    if not 0 <= call.layer < cache.num_layers:
-        what = f"layer {call.layer} of the model, and a KV cache of {cache.num_layers} layers"
-        raise AttentionError.bad_batch(what, "build the cache with PagedKVCache.for_model(model.config, ...)")
     if call.k.dtype != cache.dtype:
         what = f"the model computes {call.k.dtype}, its KV cache holds {cache.dtype}"
         raise AttentionError.bad_batch(what, f"build the cache with dtype={call.k.dtype}")

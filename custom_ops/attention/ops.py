@@ -57,7 +57,7 @@ def bind(
         cu_seqlens = context.get("cu_seqlens")
         if cu_seqlens is None:
             raise AttentionError.no_batch()
-        attend_packed(call, cu_seqlens)
+        attend_packed(call, cu_seqlens, captured=context.full_graph)
 
     return run
 

@@ -55,7 +55,9 @@ def masked_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
-    weights = torch.nan_to_num(torch.softmax(scores, -1), nan=0.0)
+    # Only rows that see nothing: a NaN among what a row does see is the model's, and has to show.
+    sees = visible.any(-1)[:, None, :, None]
+    weights = torch.where(sees, torch.softmax(scores, -1), 0.0)
     return torch.einsum("bhqk,bkhd->bqhd", weights, v).to(q.dtype)
 
 

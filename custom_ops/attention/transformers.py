@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import and_masks, causal_mask_function
 
 from ..errors import AttentionError
 from .implementations import NAMES
@@ -18,13 +22,18 @@ _UNSUPPORTED = {
     "position_bias": "a position bias",
     "head_mask": "a head mask",
 }
+# The name of what `and_masks` returns, in this version of transformers.
+_JOINED = and_masks(causal_mask_function).__qualname__
+
+_ours: set[str] = set()  # names that `register` put into transformers' registries
 
 
 def register(name: str, implementation: str) -> None:
     """Make `attn_implementation=name` mean `piecewise::attention` with `implementation`."""
     if implementation not in ("auto", *NAMES):
         raise AttentionError.unknown(implementation, ("auto", *NAMES))
-    if "flash" in name or "|" in name:
+    taken = {*AttentionInterface().valid_keys(), *AttentionMaskInterface().valid_keys(), "eager"} - _ours
+    if "flash" in name or "|" in name or name in taken:
         raise AttentionError.reserved_name(name)
 
     def forward(
@@ -41,6 +50,7 @@ def register(name: str, implementation: str) -> None:
             module, query, key, value, attention_mask, dropout, scaling, implementation, **kwargs
         )
 
+    _ours.add(name)
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, no_mask)
 
@@ -71,7 +81,7 @@ def paged_attention(
     Raises:
         AttentionError: the model wants something that the op does not do.
     """
-    fault = _fault(module, query, attention_mask, dropout, kwargs)
+    fault = _fault(module, query, key, attention_mask, dropout, sliding_window, kwargs)
     if fault is not None:
         raise AttentionError.unsupported_model(fault)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
@@ -88,17 +98,66 @@ def paged_attention(
     return out[None], None
 
 
-def no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
-    """transformers' mask function: lengths and trees come from the forward context, not from a mask."""
+def no_mask(
+    *args: Any,
+    attention_mask: Tensor | None = None,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    config: Any = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> None:
+    """transformers' mask function: lengths and trees come from the forward context, not from a mask.
+
+    What else a mask would say is an error. Dynamo traces this, and follows no closures of functions made in
+    the trace, so masks are told apart by what transformers passes with them.
+
+    Args:
+        mask_function: transformers' causal one, or that joined with a window or packed sequences by
+            `and_masks`; blocks that see each other are joined by `or_masks`.
+        local_size: of a window, or of a chunk.
+        use_vmap: somebody's own function has been joined (`or_mask_function`, `and_mask_function`).
+    """
+    if _ignores_registry(type(config).__module__):
+        raise AttentionError.own_attention(type(config).__name__)
     if attention_mask is not None:
         raise AttentionError.unsupported_model("a padding mask (attention_mask); lengths are the batch's")
+    # Only transformers' bidirectional masks may be skipped as such.
+    if "allow_is_bidirectional_skip" in kwargs:
+        raise AttentionError.unsupported_model("attention that is not causal")
+    if use_vmap:
+        raise AttentionError.unsupported_model("a mask of its own (or_mask_function, and_mask_function)")
+    if mask_function is not causal_mask_function and mask_function.__qualname__ != _JOINED:
+        raise AttentionError.unsupported_model("tokens that see later ones (such as block_sequence_ids)")
+    if local_size is not None and local_size != getattr(config, "sliding_window", local_size):
+        raise AttentionError.unsupported_model("attention in chunks")
+
+
+@torch.compiler.assume_constant_result
+def _ignores_registry(configuration: str) -> bool:
+    """A model of transformers that asks for no attention, as Bloom: it would only lose its mask.
+
+    Args:
+        configuration: the module that defines the model's configuration.
+    """
+    modeling = sys.modules.get(configuration.replace(".configuration_", ".modeling_"))
+    known = configuration.startswith("transformers.models.") and modeling is not None
+    return known and not hasattr(modeling, "ALL_ATTENTION_FUNCTIONS")
 
 
 def _fault(
-    module: nn.Module, query: Tensor, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    sliding_window: int | None,
+    kwargs: dict[str, Any],
 ) -> str | None:
     if query.shape[0] != 1:
         return "a batch of several rows; requests stand one after another in one row, [1, num_tokens]"
+    if key.shape[2] != query.shape[2]:
+        return "a KV cache of its own (pass use_cache=False)"
     if attention_mask is not None:
         return "a mask of its own"
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
@@ -110,5 +169,15 @@ def _fault(
     config = getattr(module, "config", None)
     if getattr(config, "attention_chunk_size", None) is not None:
         return "attention in chunks"
+    if sliding_window is None and _is_windowed(module, config):
+        return "a sliding window in its mask only, and not in the call of its attention"
     asked = (what for name, what in _UNSUPPORTED.items() if kwargs.get(name) is not None)
     return next(asked, None)
+
+
+def _is_windowed(module: nn.Module, config: Any) -> bool:
+    """The model's masks give this layer a window. Models that pass it to their attention never get here."""
+    if getattr(config, "sliding_window", None) is None or not getattr(config, "use_sliding_window", True):
+        return False
+    types = getattr(config, "layer_types", None)
+    return types is None or types[module.layer_idx] != "full_attention"
