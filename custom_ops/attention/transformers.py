@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import and_masks, causal_mask_function
@@ -22,6 +20,14 @@ _UNSUPPORTED = {
     "position_bias": "a position bias",
     "head_mask": "a head mask",
 }
+# model_type of those in transformers that ask its registry for a mask, and not for their attention: all that
+# they would notice of ours is that there is no mask, and see everything.
+_SELF_ATTENDING = frozenset(
+    {
+        "big_bird", "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert",
+        "mpt", "mvp", "rembert", "roformer", "trocr", "xglm",
+    }
+)  # fmt: skip
 # The name of what `and_masks` returns, in this version of transformers.
 _JOINED = and_masks(causal_mask_function).__qualname__
 
@@ -118,7 +124,7 @@ def no_mask(
         local_size: of a window, or of a chunk.
         use_vmap: somebody's own function has been joined (`or_mask_function`, `and_mask_function`).
     """
-    if _ignores_registry(type(config).__module__):
+    if getattr(config, "model_type", None) in _SELF_ATTENDING:
         raise AttentionError.own_attention(type(config).__name__)
     if attention_mask is not None:
         raise AttentionError.unsupported_model("a padding mask (attention_mask); lengths are the batch's")
@@ -131,18 +137,6 @@ def no_mask(
         raise AttentionError.unsupported_model("tokens that see later ones (such as block_sequence_ids)")
     if local_size is not None and local_size != getattr(config, "sliding_window", local_size):
         raise AttentionError.unsupported_model("attention in chunks")
-
-
-@torch.compiler.assume_constant_result
-def _ignores_registry(configuration: str) -> bool:
-    """A model of transformers that asks for no attention, as Bloom: it would only lose its mask.
-
-    Args:
-        configuration: the module that defines the model's configuration.
-    """
-    modeling = sys.modules.get(configuration.replace(".configuration_", ".modeling_"))
-    known = configuration.startswith("transformers.models.") and modeling is not None
-    return known and not hasattr(modeling, "ALL_ATTENTION_FUNCTIONS")
 
 
 def _fault(
