@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,8 +27,8 @@ _SELF_ATTENDING = frozenset(
         "mpt", "mvp", "rembert", "roformer", "trocr", "xglm",
     }
 )  # fmt: skip
-# The name of what `and_masks` returns, in this version of transformers.
-_JOINED = and_masks(causal_mask_function).__qualname__
+# The code of what `and_masks` returns, whatever it joins.
+_JOINED = and_masks(causal_mask_function).__code__
 
 _ours: set[str] = set()  # names that `register` put into transformers' registries
 
@@ -107,7 +106,7 @@ def paged_attention(
 def no_mask(
     *args: Any,
     attention_mask: Tensor | None = None,
-    mask_function: Callable[..., Any] = causal_mask_function,
+    mask_function: Any = causal_mask_function,
     config: Any = None,
     local_size: int | None = None,
     use_vmap: bool = False,
@@ -133,7 +132,7 @@ def no_mask(
         raise AttentionError.unsupported_model("attention that is not causal")
     if use_vmap:
         raise AttentionError.unsupported_model("a mask of its own (or_mask_function, and_mask_function)")
-    if mask_function is not causal_mask_function and mask_function.__qualname__ != _JOINED:
+    if mask_function is not causal_mask_function and mask_function.__code__ is not _JOINED:
         raise AttentionError.unsupported_model("tokens that see later ones (such as block_sequence_ids)")
     if local_size is not None and local_size != getattr(config, "sliding_window", local_size):
         raise AttentionError.unsupported_model("attention in chunks")
