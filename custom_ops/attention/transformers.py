@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import and_masks, causal_mask_function
@@ -22,8 +19,16 @@ _UNSUPPORTED = {
     "position_bias": "a position bias",
     "head_mask": "a head mask",
 }
-# The name of what `and_masks` returns, in this version of transformers.
-_JOINED = and_masks(causal_mask_function).__qualname__
+# model_type of those in transformers that ask its registry for a mask, and not for their attention: all that
+# they would notice of ours is that there is no mask, and see everything.
+_SELF_ATTENDING = frozenset(
+    {
+        "big_bird", "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert",
+        "mpt", "mvp", "rembert", "roformer", "trocr", "xglm",
+    }
+)  # fmt: skip
+# The code of what `and_masks` returns, whatever it joins.
+_JOINED = and_masks(causal_mask_function).__code__
 
 _ours: set[str] = set()  # names that `register` put into transformers' registries
 
@@ -101,7 +106,7 @@ def paged_attention(
 def no_mask(
     *args: Any,
     attention_mask: Tensor | None = None,
-    mask_function: Callable[..., Any] = causal_mask_function,
+    mask_function: Any = causal_mask_function,
     config: Any = None,
     local_size: int | None = None,
     use_vmap: bool = False,
@@ -118,7 +123,7 @@ def no_mask(
         local_size: of a window, or of a chunk.
         use_vmap: somebody's own function has been joined (`or_mask_function`, `and_mask_function`).
     """
-    if _ignores_registry(type(config).__module__):
+    if getattr(config, "model_type", None) in _SELF_ATTENDING:
         raise AttentionError.own_attention(type(config).__name__)
     if attention_mask is not None:
         raise AttentionError.unsupported_model("a padding mask (attention_mask); lengths are the batch's")
@@ -127,22 +132,10 @@ def no_mask(
         raise AttentionError.unsupported_model("attention that is not causal")
     if use_vmap:
         raise AttentionError.unsupported_model("a mask of its own (or_mask_function, and_mask_function)")
-    if mask_function is not causal_mask_function and mask_function.__qualname__ != _JOINED:
+    if mask_function is not causal_mask_function and mask_function.__code__ is not _JOINED:
         raise AttentionError.unsupported_model("tokens that see later ones (such as block_sequence_ids)")
     if local_size is not None and local_size != getattr(config, "sliding_window", local_size):
         raise AttentionError.unsupported_model("attention in chunks")
-
-
-@torch.compiler.assume_constant_result
-def _ignores_registry(configuration: str) -> bool:
-    """A model of transformers that asks for no attention, as Bloom: it would only lose its mask.
-
-    Args:
-        configuration: the module that defines the model's configuration.
-    """
-    modeling = sys.modules.get(configuration.replace(".configuration_", ".modeling_"))
-    known = configuration.startswith("transformers.models.") and modeling is not None
-    return known and not hasattr(modeling, "ALL_ATTENTION_FUNCTIONS")
 
 
 def _fault(
