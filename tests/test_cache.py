@@ -200,7 +200,7 @@ def test_weights_are_not_in_the_file(tmp_path: Path) -> None:
         with pg.counters.expect(**expected):
             x = rows(3, torch.device("cpu"), width=2048)
             assert_same(compiled(wide, compiler="inductor", cache_dir=tmp_path)(x), wide(x))
-    assert max(file.stat().st_size for file in tmp_path.iterdir()) < 2 << 20 < wide.linears[0].weight.nbytes
+    assert max(file.stat().st_size for file in tmp_path.iterdir()) < wide.linears[0].weight.nbytes // 4
 
 
 # --- damage -------------------------------------------------------------------------------------------
