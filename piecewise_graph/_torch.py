@@ -177,6 +177,39 @@ def compile_segment(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Ca
     return standalone_compile(gm, list(inputs), dynamic_shapes=source, options={"config_patches": _PATCHES})
 
 
+def compile_exact(gm: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """Compile one segment for exactly the sizes of `inputs` (real tensors), with kernels tuned by trying."""
+    from torch._inductor import config, standalone_compile
+
+    patches = _PATCHES | {"coordinate_descent_tuning": True}
+    if hasattr(config.triton, "enable_pdl"):
+        patches["triton.enable_pdl"] = True
+    options = {"config_patches": patches}
+    return standalone_compile(gm, list(inputs), dynamic_shapes="from_example_inputs", options=options)
+
+
+def propagate(gm: GraphModule, inputs: Sequence[Tensor]) -> None:
+    """Give every node of `gm` the fake value that it has for `inputs`; runs nothing."""
+    from torch._subclasses import FakeTensorMode
+
+    class Propagation(torch.fx.Interpreter):
+        def run_node(self, n: Node) -> Any:
+            n.meta["example_value"] = value = super().run_node(n)
+            return value
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        Propagation(gm).run(*[mode.from_tensor(tensor) for tensor in inputs])
+
+
+def triton_version() -> str:
+    """The version of Triton, "none" without one."""
+    try:
+        import triton
+    except ImportError:
+        return "none"
+    return str(triton.__version__)
+
+
 def compile_whole(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
     """Compile an unsplit graph the way torch.compile does (autograd included)."""
     if compiler == "eager":

@@ -19,6 +19,7 @@ from piecewise_graph.per_model import per_model
 from piecewise_graph.program import Program, liveness
 from piecewise_graph.runtime import Runtime
 from piecewise_graph.shapes import ShapeContract, relaxed_range
+from piecewise_graph.specialize import specialized
 from piecewise_graph.split_graph import Ref, SplitGraph, references
 from piecewise_graph.splitter import Unsplittable, split
 from piecewise_graph.splitting_ops import bind_arguments, written_arguments
@@ -81,6 +82,7 @@ def build(gm: GraphModule, example_inputs: Sequence[Any], find_family: FindFamil
     program = _program(gm, example_inputs, compiled)
     static = None if program.contract.symbols else _static_tokens(graph)
     bound = _bound_tensors(graph, example_inputs)
+    program = specialized(program, _constants(graph) | dict(bound), family.config, family.compiled)
     return per_model(
         lambda of, tensors: Runtime(program, of, static, tensors), find_family, bound, example_inputs
     )
@@ -239,6 +241,10 @@ def _bound_tensors(graph: SplitGraph, example_inputs: Sequence[Any]) -> list[tup
         for index, given in enumerate(graph.inputs)
         if given.bound and given.constant is None and given.spec is not None
     ]
+
+
+def _constants(graph: SplitGraph) -> dict[int, Tensor]:
+    return {slot: given.constant for slot, given in enumerate(graph.inputs) if given.constant is not None}
 
 
 def _device(graph: SplitGraph) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -15,6 +15,23 @@ from piecewise_graph.cache import Made, is_filled, load_or_compile
 from piecewise_graph.split_graph import SegmentStep, SplitGraph
 from piecewise_graph.structure import Conditions, Key, accept, conditions_since, portable_key, structure_key
 from piecewise_graph.telemetry import counters
+
+
+@dataclass(frozen=True)
+class ExactCode:
+    """A segment for one size (specialize.py).
+
+    Attributes:
+        run: like the segment's own; None where it is not to be used.
+        linears: which kernels serve its linear layers, for people.
+        seconds: what compiling and measuring took.
+        refused: why it is not used.
+    """
+
+    run: Callable[..., Sequence[Tensor]] | None
+    linears: tuple[str, ...]
+    seconds: float
+    refused: str | None = None
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,7 @@ class CompiledSegment:
         gm: kept so that the constants whose identity is in the key live as long as the key does.
         from_cache: loaded from cache_dir rather than compiled.
         cache_note: why a file of cache_dir was not used, or none was written.
+        exact: token count -> code for exactly that many.
     """
 
     key: str
@@ -40,6 +58,12 @@ class CompiledSegment:
     conditions: Conditions | None = ()
     from_cache: bool = False
     cache_note: str | None = None
+    exact: Mapping[int, ExactCode] = field(default_factory=dict)
+
+    def at(self, num_tokens: int | None) -> Callable[..., Sequence[Tensor]]:
+        """What to call with inputs of `num_tokens` tokens (None: of a trace of fixed shapes)."""
+        code = None if num_tokens is None else self.exact.get(num_tokens)
+        return self.run if code is None or code.run is None else code.run
 
 
 @dataclass(frozen=True)

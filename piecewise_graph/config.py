@@ -39,6 +39,8 @@ class PiecewiseConfig:
         outputs: "copy": the caller owns what it gets; "static": views that the next replay overwrites.
         check: addresses of weights are compared before a replay: "first" and "always" on every call
             through Dynamo, "off" never (a moved weight is then read at its old address).
+        specialize: buckets whose segments are compiled for their exact size, kernels tuned by trying: faster
+            decode steps for seconds of start-up per size. They have to be among the capture sizes.
         pool: a `GraphPool` to share between models, None = one of the model's own.
         cache_dir: a folder for compiled segments, so that the next process starts warm; None = off. What
             lies there is code that will be run: nobody else may be able to write to it.
@@ -54,6 +56,7 @@ class PiecewiseConfig:
     capture: str = "lazy"
     outputs: str = "copy"
     check: str = "first"
+    specialize: Sequence[int] = ()
     pool: GraphPool | None = None
     cache_dir: str | os.PathLike[str] | None = None
 
@@ -67,6 +70,7 @@ class PiecewiseConfig:
         if self.pool is not None and not isinstance(self.pool, GraphPool):
             raise ConfigError.bad_value("pool", self.pool, "a pg.GraphPool() or None")
         object.__setattr__(self, "capture_sizes", self._checked_sizes())
+        object.__setattr__(self, "specialize", self._checked_specialize())
         object.__setattr__(self, "cache_dir", self._checked_cache_dir())
 
     def _checked_sizes(self) -> tuple[int, ...]:
@@ -84,6 +88,15 @@ class PiecewiseConfig:
                 "capture_sizes", given, f"sizes up to max_tokens={self.max_tokens}, or raise max_tokens"
             )
         return tuple(sorted(set(given)))
+
+    def _checked_specialize(self) -> tuple[int, ...]:
+        given = self.specialize
+        if isinstance(given, str) or not isinstance(given, Sequence) or not all(map(self._is_bucket, given)):
+            raise ConfigError.bad_value("specialize", given, f"sizes out of the capture sizes {self.sizes}")
+        return tuple(sorted(set(given)))
+
+    def _is_bucket(self, value: object) -> bool:
+        return _is_size(value) and value in self.sizes
 
     @property
     def artifact_dir(self) -> str | None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 def register_attention(name: str = "piecewise", implementation: str = "auto") -> None:
     """Register the paged attention op with transformers, under `attn_implementation=name`.
@@ -22,3 +28,42 @@ def register_attention(name: str = "piecewise", implementation: str = "auto") ->
     from piecewise_graph.custom_ops.attention import transformers
 
     transformers.register(name, implementation)
+
+
+def fastest_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, generated: Callable[[], Any] | None
+) -> dict[str, float]:
+    """See custom_ops/linear/tuning.py: way to compute a linear -> microseconds, the best first."""
+    from piecewise_graph.custom_ops.linear import tuning
+
+    return tuning.fastest(x, weight, bias, generated)
+
+
+def linear_few() -> Any:
+    """The op that takes a way to compute a linear as a list of integers."""
+    import torch
+
+    from piecewise_graph.custom_ops import linear  # noqa: F401  registers the op
+
+    return torch.ops.piecewise.linear_few.default
+
+
+def is_linear_plan(way: str) -> bool:
+    """Whether `way` names one of our kernels' plans."""
+    from piecewise_graph.custom_ops.linear import plans
+
+    return plans.is_plan(way)
+
+
+def linear_splits(plan: list[int]) -> int:
+    """How many partial results the op returns for `plan`."""
+    from piecewise_graph.custom_ops.linear import Plan
+
+    return Plan(*plan).splits if plan else 1
+
+
+def linear_max_tokens() -> int:
+    """Above it no kernel of ours is meant to be faster."""
+    from piecewise_graph.custom_ops.linear import MAX_TOKENS
+
+    return MAX_TOKENS

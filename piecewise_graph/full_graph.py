@@ -87,7 +87,7 @@ def run_padded(
         if probe is not None and key not in verdicts:
             prove(program, step, segment, values, probe, bucket, verdicts)
         if num_tokens == bucket or verdicts.get(key, "padding_unproven") is None:
-            return segment.run(*values)
+            return segment.at(bucket)(*values)
         if segment.facts.entangled_outputs or not segment.facts.computes:
             raise CannotPad
         return run_unpadded(program, step, segment, values, num_tokens, bucket)

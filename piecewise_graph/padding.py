@@ -101,7 +101,7 @@ def warm_up(
     """Run a segment once at the bucket's size, so that its capture loads and allocates nothing new."""
     trial = _Trial(program, step, segment, num_tokens, bucket)
     live = trial.narrowed(inputs)
-    segment.run(*trial.padded(live, bucket, [_copies] * len(live)))
+    segment.at(bucket)(*trial.padded(live, bucket, [_copies] * len(live)))
 
 
 def run_unpadded(
@@ -119,7 +119,7 @@ def run_unpadded(
     trial = _Trial(program, step, segment, num_tokens, bucket)
     live = trial.narrowed(inputs)
     exact = trial.padded(live, num_tokens, [_copies] * len(live))
-    results = segment.run(*exact)
+    results = segment.at(num_tokens)(*exact)
     for index in segment.facts.written:
         overwrite(live[index], exact[index])
     padded = []
@@ -163,7 +163,8 @@ class _Trial:
     def disagrees(self, values: Sequence[Any], tails: Sequence[MakeTail]) -> bool:
         """Live rows of the padded run differ from the exact one's, on inputs of `size` tokens."""
         exact, padded = self.padded(values, self.size, tails), self.padded(values, self.bucket, tails)
-        expected, found = self.segment.run(*exact), self.segment.run(*padded)
+        expected = self.segment.at(self.size)(*exact)
+        found = self.segment.at(self.bucket)(*padded)
         for index in self.segment.facts.written:
             spec = self.specs[index]
             if spec is not None and not agree(

@@ -47,6 +47,10 @@ class Program:
     def sizes_at(self, num_tokens: int) -> Sizes:
         return {} if self.token is None else {self.token: num_tokens}
 
+    def code(self, segment: CompiledSegment, sizes: Sizes) -> Callable[..., Sequence[Tensor]]:
+        """What runs `segment` at `sizes`."""
+        return segment.at(None if self.token is None else sizes[self.token])
+
     def dying_at(self, step: int) -> list[int]:
         """Slots that nothing reads after `step`."""
         return [slot for slot, last in self.last_use.items() if last == step]
@@ -121,7 +125,9 @@ def run_steps(
         if isinstance(step, SegmentStep):
             segment = program.compiled.segments[step.index]
             inputs = [value_of(item) for item in step.inputs]
-            results = run_segment(step, segment, inputs) if run_segment else segment.run(*inputs)
+            results = (
+                run_segment(step, segment, inputs) if run_segment else program.code(segment, sizes)(*inputs)
+            )
             for slot, result in zip(step.outputs, results, strict=True):
                 values[slot] = result
         else:

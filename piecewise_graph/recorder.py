@@ -79,7 +79,7 @@ def rehearse(
         ):
             warm_up(program, step, segment, inputs, num_tokens, bucket)
         warmed.add(segment.key)
-        return segment.run(*inputs)
+        return segment.at(num_tokens)(*inputs)
 
     sizes = program.sizes_at(num_tokens)
     return run_steps(program, args, sizes, run_segment=run_segment, run_op=_watched_op if watch_ops else None)
@@ -247,7 +247,9 @@ class _Recording:
             elements = tuple(enumerate(step.outputs))
             self._late(LateCall(segment.run, step.inputs, {}, elements, padded=False))
         else:
-            replay, outputs = self.pool.capture(segment.run, [self._value(item) for item in step.inputs])
+            replay, outputs = self.pool.capture(
+                segment.at(self.bucket), [self._value(item) for item in step.inputs]
+            )
             self.graphs += 1
             self.entries.append(replay)
             for slot, output in zip(step.outputs, outputs, strict=True):

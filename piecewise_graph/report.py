@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from piecewise_graph.compiler import CompiledSegment
 from piecewise_graph.errors import NotCompiledError
 from piecewise_graph.lookup import family_for
 from piecewise_graph.runtime import Runtime
@@ -45,6 +47,7 @@ class TraceReport:
         from_cache: structures loaded from cache_dir.
         load_seconds: summed over these.
         cache_notes: why files of cache_dir were not used or not written -> structures.
+        exact: token count -> what became of `specialize`, a line per structure.
         leaks: suspicious ops left inside a segment.
         blocked: why it never replays, or None.
         padding: per structure that must not be padded, why.
@@ -62,6 +65,7 @@ class TraceReport:
     from_cache: int
     load_seconds: float
     cache_notes: dict[str, int]
+    exact: dict[int, tuple[str, ...]]
     leaks: tuple[str, ...]
     blocked: str | None
     padding: dict[str, str]
@@ -130,6 +134,7 @@ def _trace(runtime: Runtime) -> TraceReport:
         from_cache=sum(s.from_cache for s in distinct),
         load_seconds=sum(s.seconds for s in distinct if s.from_cache),
         cache_notes=dict(Counter(s.cache_note for s in distinct if s.cache_note is not None)),
+        exact=_exact(distinct),
         leaks=split.leaks,
         blocked=program.blocked,
         padding=faults,
@@ -139,6 +144,17 @@ def _trace(runtime: Runtime) -> TraceReport:
         failed={size: why for _, tapes in runtime.all_tapes() for size, why in tapes.failed.items()},
         fallbacks=dict(runtime.fallbacks),
     )
+
+
+def _exact(distinct: Sequence[CompiledSegment]) -> dict[int, tuple[str, ...]]:
+    """What became of `specialize`, per size."""
+    found: dict[int, tuple[str, ...]] = {}
+    for segment in distinct:
+        for size, code in segment.exact.items():
+            linears = f", {'; '.join(code.linears)}" if code.linears else ""
+            line = f"not used: {code.refused}" if code.refused else f"{code.seconds:.1f} s{linears}"
+            found[size] = (*found.get(size, ()), f"structure {segment.key} {line}")
+    return found
 
 
 def _bucket(mode: str, tapes: TapeSet, size: int) -> BucketReport:
@@ -152,7 +168,7 @@ def _bucket(mode: str, tapes: TapeSet, size: int) -> BucketReport:
 
 
 def _whole(runtime: WholeRuntime) -> TraceReport:
-    nothing = TraceReport("all", 1, 0, 0, {}, 0, 0.0, 0, 0.0, {}, (), runtime.reason, {}, (), {}, {})
+    nothing = TraceReport("all", 1, 0, 0, {}, 0, 0.0, 0, 0.0, {}, {}, (), runtime.reason, {}, (), {}, {})
     return replace(nothing, fallbacks=dict(runtime.fallbacks))
 
 
@@ -172,6 +188,8 @@ def _trace_lines(number: int, trace: TraceReport) -> list[str]:
         lines.append(f"  {trace.steps} steps: {trace.segments} segments{inline}, {ops}")
         lines.append(f"  {trace.distinct} distinct structures {_origin(trace)}")
         lines += [f"  cache_dir: {why} ({count} structures)" for why, count in trace.cache_notes.items()]
+    for size, codes in trace.exact.items():
+        lines += [f"  for exactly {size} tokens: {code}" for code in codes]
     if trace.blocked:
         lines.append(f"  never replayed: {trace.blocked}")
     lines += [f"  inside a segment, not registered: {leak}" for leak in trace.leaks]

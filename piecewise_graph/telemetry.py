@@ -16,6 +16,8 @@ NAMES = {
     "cache_misses": "lookups in cache_dir that ended in a compile",
     "cache_rejected": "of these, files that were there and not used; per reason as 'cache_rejected:REASON'",
     "cache_unsaved": "structures compiled and not written; per reason as 'cache_unsaved:REASON'",
+    "specialized": "structures compiled for the exact size of a bucket (structures x sizes)",
+    "not_specialized": "of these, what failed or disagreed and is not used; pg.explain says why",
     "tapes": "buckets captured",
     "failed_captures": "buckets whose capture failed; pg.explain says why",
     "captures": "graphs captured (segments x buckets; on a CPU their stand-ins)",

@@ -20,16 +20,16 @@ CUSTOM_OPS = sorted((ROOT.parent / "custom_ops").rglob("*.py"))
 
 # A module imports from lines above its own, never from its own line or below.
 LEVELS = (
-    {"errors", "telemetry", "buckets", "_torch"},
+    {"errors", "telemetry", "buckets", "_torch", "facades"},
     {"context", "shapes", "signals", "call_names", "splitting_ops", "dispatch", "token_dims"},
     {"split_graph", "graph_pool"},
     {"splitter", "analysis", "config", "one_token", "structure"},
     {"cache"},
-    {"compiler"},
+    {"compiler", "linear_choice"},
     {"program", "family"},
     {"static_inputs", "addresses"},
     {"padding", "tape"},
-    {"recorder"},
+    {"recorder", "specialize"},
     {"captured_context", "full_graph"},
     {"tape_set"},
     {"runtime"},
@@ -38,7 +38,7 @@ LEVELS = (
     {"backend"},
     {"frontend"},
     {"lookup", "frozen_plan"},
-    {"precapture", "report", "facades", "frozen"},
+    {"precapture", "report", "frozen"},
     {"__init__"},
     {"demo"},
     {"cli"},
@@ -172,7 +172,7 @@ def code_lines(path: Path) -> int:
 def test_core_stays_within_its_budget() -> None:
     """Lines of code; the command line is no part of the core."""
     core = [path for path in CORE if path.stem not in ("cli", "demo", "__main__")]
-    assert sum(map(code_lines, core)) <= 4500
+    assert sum(map(code_lines, core)) <= 4800
 
 
 def test_public_names_are_listed_sorted_and_exist() -> None:

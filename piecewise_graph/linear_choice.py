@@ -1,0 +1,105 @@
+"""Which kernel computes a linear layer of a few rows: measured once per shape, kept in cache_dir."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from piecewise_graph import _torch, facades
+from piecewise_graph.cache import Rejected, read_private, write_private
+
+LIBRARY, GENERATED = "library", "generated"
+_FORMAT = 1
+_measured: dict[str, Times] = {}
+
+Times = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest way to compute a linear, and what was measured.
+
+    Attributes:
+        way: "library" (cuBLAS), "generated" (by Inductor), or numbers that name one of our kernels.
+        times: way -> microseconds.
+    """
+
+    way: str
+    times: Times
+
+    @property
+    def plan(self) -> list[int] | None:
+        """What the op `piecewise::linear_few` takes; None where the linear is left to the compiler."""
+        return (
+            None if self.way == GENERATED else [] if self.way == LIBRARY else list(map(int, self.way.split()))
+        )
+
+
+def choose(tokens: int, weight: Tensor, bias: Tensor | None, cache_dir: str | None) -> Choice | None:
+    """The fastest way to compute `linear(x, weight, bias)` for an x of `tokens` rows; None on a CPU.
+
+    Args:
+        weight: `[rows, columns]`, contiguous; bias: `[rows]` or None. Nothing is being captured.
+        cache_dir: where earlier processes left what they measured, and this one will.
+    """
+    if not weight.is_cuda:
+        return None  # there is nothing to choose from
+    x = torch.randn(tokens, weight.shape[1], device=weight.device).to(weight.dtype)
+    key = _key(x, weight, bias)
+    times = _measured.get(key) or _stored(cache_dir, key)
+    if times is None:
+        generates = tokens == 1  # Inductor has a kernel of its own for one row only
+        times = facades.fastest_linear(
+            x, weight, bias, (lambda: _generated(x, weight, bias)) if generates else None
+        )
+        if cache_dir is not None:
+            write_private(cache_dir, _file(key), json.dumps({"key": key, "times": times}).encode())
+    _measured[key] = times
+    return Choice(next(iter(times)), times)
+
+
+def _key(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    """Everything that the measured times depend on."""
+    found = torch.cuda.get_device_properties(x.device)
+    device = f"{found.name} {found.major}.{found.minor} {found.multi_processor_count}"
+    shape = f"{x.shape[0]}x{weight.shape[1]} -> {weight.shape[0]} {x.dtype} bias {bias is not None}"
+    return (
+        f"{_FORMAT} {device} torch {torch.__version__} {torch.version.cuda} {_torch.triton_version()} {shape}"
+    )
+
+
+def _file(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest() + ".linear"
+
+
+def _stored(folder: str | None, key: str) -> Times | None:
+    """What another process measured; whatever is wrong with its file, nothing is lost but a measurement."""
+    if folder is None:
+        return None
+    try:
+        content = json.loads(read_private(folder, _file(key)) or b"{}")
+        times = {str(way): float(time) for way, time in content.get("times", {}).items()}
+        known = all(way in (LIBRARY, GENERATED) or facades.is_linear_plan(way) for way in times)
+    except (Rejected, ValueError, TypeError, AttributeError):
+        return None
+    return times if content.get("key") == key and LIBRARY in times and known else None
+
+
+def _generated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
+    """The linear as Inductor compiles it for exactly these sizes."""
+    graph, inputs = Graph(), [x, weight, *([] if bias is None else [bias])]
+    nodes = [graph.placeholder(f"a{index}") for index in range(len(inputs))]
+    graph.output((graph.call_function(torch.nn.functional.linear, tuple(nodes)),))
+    run = _torch.compile_exact(GraphModule({}, graph), inputs)
+
+    def linear(x: Tensor, weight: Tensor, bias: Any) -> Tensor:
+        return run(*([x, weight] if bias is None else [x, weight, bias]))[0]
+
+    return linear

@@ -1,0 +1,210 @@
+"""Code for the exact size of a bucket (option `specialize`).
+
+Note [One size]
+A segment is compiled once for all sizes. At a small size more can be had: Inductor knows every shape, tunes
+its kernels by trying (coordinate descent), and lets them start while the one before them ends (programmatic
+dependent launch, Hopper). And a linear of few rows does little else than read its weight, which cuBLAS, a
+kernel that Inductor generates and kernels of ours do at different speeds. Which is the fastest is measured
+for each shape (linear_choice.py). All that takes seconds per size and distinct segment, so it has to be
+asked for.
+
+Note [The same answers]
+Such code is another compile of the same graph; before it may serve, it runs beside the code for all sizes on
+random inputs, and both have to agree within rounding. What disagrees, or does not compile, is not used, with
+the reason in pg.explain. The proof of padding runs it too (padding.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.nn import functional
+
+from piecewise_graph import _torch, facades
+from piecewise_graph.compiler import CompiledSegment, ExactCode
+from piecewise_graph.config import PiecewiseConfig
+from piecewise_graph.linear_choice import Choice, choose
+from piecewise_graph.padding import agree
+from piecewise_graph.program import Program
+from piecewise_graph.shapes import Sizes, TensorSpec, evaluate, overwrite, same_layout
+from piecewise_graph.split_graph import Ref, SegmentStep
+from piecewise_graph.telemetry import counters
+
+
+def specialized(
+    program: Program,
+    bound: Mapping[int, Tensor],
+    config: PiecewiseConfig,
+    compiled: dict[str, CompiledSegment],
+) -> Program:
+    """`program` with code for each of `config.specialize` in its segments.
+
+    Args:
+        bound: slot -> weight; kernels are measured on real ones.
+        compiled: structures by key, shared by the traces of one model; what is made is put back there.
+    """
+    sizes = [size for size in config.specialize if _is_valid(program, size)]
+    if not sizes or program.token is None or program.blocked or config.compiler != "inductor":
+        return program
+    for step in program.split.segments:
+        segment = compiled[program.compiled.segments[step.index].key]
+        missing = [size for size in sizes if size not in segment.exact]
+        if segment.facts.computes and missing:
+            made = {size: _make(program, step, segment, bound, size, config.artifact_dir) for size in missing}
+            compiled[segment.key] = replace(segment, exact={**segment.exact, **made})
+    segments = {index: compiled[segment.key] for index, segment in program.compiled.segments.items()}
+    return replace(program, compiled=replace(program.compiled, segments=segments))
+
+
+def _is_valid(program: Program, size: int) -> bool:
+    return program.contract.size_violation(program.sizes_at(size)) is None
+
+
+def _make(
+    program: Program,
+    step: SegmentStep,
+    segment: CompiledSegment,
+    bound: Mapping[int, Tensor],
+    size: int,
+    cache_dir: str | None,
+) -> ExactCode:
+    began = time.perf_counter()
+    try:
+        given = _inputs(program, step, segment, bound, size)
+        run, linears = _compile(step.gm, given, cache_dir)
+        found = run(*given)
+        expected = segment.run(*_inputs(program, step, segment, bound, size))
+        why = None if _all_agree(segment, expected, found) else "differs"
+    except Exception as error:  # whatever it was: there is code for all sizes
+        if _torch.is_dynamo_control_flow(error):
+            raise
+        why = f"{type(error).__name__}: {error}"[:300]
+    seconds = time.perf_counter() - began
+    if why is not None:
+        counters.add("not_specialized")
+        return ExactCode(None, (), seconds, why)
+    counters.add("specialized")
+    return ExactCode(run, linears, seconds)
+
+
+def _compile(
+    gm: GraphModule, given: Sequence[Any], cache_dir: str | None
+) -> tuple[Callable[..., Sequence[Tensor]], tuple[str, ...]]:
+    """`gm` for exactly the sizes of `given`, and which kernels serve its linears."""
+    exact, kept = _at_size(gm, given)
+    tensors = [given[index] for index in kept]
+    _torch.propagate(exact, tensors)
+    linears = _choose_linears(exact, tensors, cache_dir)
+    run = _torch.compile_exact(exact, tensors)
+    return (lambda *args: run(*[args[index] for index in kept])), linears
+
+
+def _inputs(
+    program: Program, step: SegmentStep, segment: CompiledSegment, bound: Mapping[int, Tensor], size: int
+) -> list[Any]:
+    """What the segment gets at `size`: real weights, the same random activations every time, sizes."""
+    sizes = program.sizes_at(size)
+    found: list[Any] = []
+    generators: dict[torch.device, torch.Generator] = {}
+    for item in step.inputs:
+        if not isinstance(item, Ref):
+            found.append(evaluate(item.expr, sizes))
+        elif item.slot in bound:
+            found.append(bound[item.slot])
+        else:
+            spec = program.split.specs[item.slot]
+            assert spec is not None
+            generator = generators.setdefault(spec.device, torch.Generator(spec.device).manual_seed(0))
+            # An integer may be an index, and so may a float that the segment casts: 0 is a legal one.
+            is_free = spec.dtype.is_floating_point and not segment.facts.floats_become_integers
+            found.append(_random(spec, sizes, generator) if is_free else spec.empty(sizes).zero_())
+    return found
+
+
+def _random(spec: TensorSpec, sizes: Sizes, generator: torch.Generator) -> Tensor:
+    made = spec.empty(sizes)
+    noise = torch.randn(made.shape, generator=generator, device=spec.device)
+    overwrite(made, noise.to(spec.dtype))
+    return made
+
+
+def _all_agree(segment: CompiledSegment, expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
+    pairs = enumerate(zip(expected, found, strict=True))
+    return all(
+        same_layout(got, want.stride()) and (index in segment.facts.uninitialised or agree(want, got))
+        for index, (want, got) in pairs
+    )
+
+
+def _at_size(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, list[int]]:
+    """A copy of `gm` with its integer inputs replaced by their values; the indices of its other inputs."""
+    graph = Graph()
+    kept: list[int] = []
+    copied: dict[Node, Any] = {}
+    placeholders = iter(range(len(inputs)))
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            index = next(placeholders)
+            is_tensor = isinstance(inputs[index], Tensor)
+            copied[node] = graph.placeholder(f"a{len(kept)}") if is_tensor else inputs[index]
+            kept += [index] * is_tensor
+        elif node.op == "output":
+            graph.output(map_arg(node.args[0], copied.__getitem__))
+        else:
+            args, kwargs = map_arg((node.args, dict(node.kwargs)), copied.__getitem__)
+            copied[node] = graph.create_node(node.op, node.target, args, kwargs)
+    return GraphModule(gm, graph, class_name="ExactSegment"), kept
+
+
+def _choose_linears(gm: GraphModule, inputs: Sequence[Tensor], cache_dir: str | None) -> tuple[str, ...]:
+    """Replace each linear of a few rows on a weight by its fastest way; descriptions for people."""
+    weights = dict(zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, strict=True))
+    found: dict[str, Choice] = {}
+    for node in list(gm.graph.nodes):
+        given = _linear_arguments(node)
+        if given is None or not all(a is None or a in weights for a in given[1:]):
+            continue
+        x, (weight, bias) = _torch.example_value(given[0]), (weights.get(a) for a in given[1:])
+        tokens = x.numel() // x.shape[-1]
+        if weight is None or not weight.is_contiguous() or tokens > facades.linear_max_tokens():
+            continue
+        choice = choose(tokens, weight, bias, cache_dir)
+        if choice is None:
+            continue
+        found[f"{tokens}x{weight.shape[1]} -> {weight.shape[0]}"] = choice
+        if choice.plan is not None:
+            _replace_linear(gm.graph, node, given, choice.plan)
+    gm.graph.lint()
+    gm.recompile()
+    _torch.propagate(gm, inputs)
+    return tuple(
+        f"{shape}: {choice.way} ({choice.times[choice.way]:.1f} us)" for shape, choice in found.items()
+    )
+
+
+def _linear_arguments(node: Node) -> tuple[Node, Node, Node | None] | None:
+    """(x, weight, bias) of a linear layer's node."""
+    if node.op != "call_function" or node.target is not functional.linear:
+        return None
+    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+    x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
+    if not isinstance(x, Node) or not isinstance(weight, Node) or not isinstance(bias, (Node, type(None))):
+        return None
+    return x, weight, bias
+
+
+def _replace_linear(graph: Graph, node: Node, given: tuple[Node, Node, Node | None], plan: list[int]) -> None:
+    dtype = _torch.example_value(node).dtype
+    with graph.inserting_before(node):
+        new = graph.call_function(facades.linear_few(), (*given, plan))
+        if facades.linear_splits(plan) > 1:
+            new = graph.call_method("to", (graph.call_function(torch.sum, (new, 0)), dtype))
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)

@@ -1,0 +1,173 @@
+"""Linear layers of a few rows: the op, its kernels (compiled or interpreted), what is measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from piecewise_graph import linear_choice
+from piecewise_graph.custom_ops.linear import MAX_TOKENS, Plan, linear_few
+from piecewise_graph.custom_ops.linear.plans import candidates, is_plan
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+needs_kernels = [] if INTERPRETED else pytest.mark.gpu
+EXAMPLES = settings(max_examples=15 if INTERPRETED else 60, deadline=None)
+# The interpreter multiplies matrices of bfloat16 as if they were integers.
+DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+def test_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def operands(tokens: int, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, columns, generator=generator).to(DEVICE, dtype)
+    weight = (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(DEVICE, dtype)
+    return x, weight, torch.randn(rows, generator=generator).to(DEVICE, dtype)
+
+
+def assert_right(x: Tensor, weight: Tensor, bias: Tensor | None, plan: list[int]) -> None:
+    expected = torch.nn.functional.linear(
+        x.double(), weight.double(), None if bias is None else bias.double()
+    )
+    found = linear_few(x, weight, bias, plan)
+    splits = Plan(*plan).splits if plan else 1
+    if splits > 1:
+        assert found.dtype == torch.float32 and found.shape == (splits, *expected.shape)
+        found = found.sum(0)
+    else:
+        assert found.dtype == x.dtype and found.shape == expected.shape
+    torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[x.dtype], atol=3 * TOLERANCE[x.dtype])
+
+
+PLANS = st.builds(
+    Plan,
+    block_n=st.sampled_from([1, 4, 16]),
+    block_k=st.sampled_from([16, 64]),
+    splits=st.sampled_from([1, 2, 4]),
+    warps=st.just(4),
+    stages=st.sampled_from([1, 3]),
+    trigger=st.sampled_from([0, 1]),
+)
+
+
+class TestKernels:
+    pytestmark = needs_kernels
+
+    @EXAMPLES
+    @given(
+        PLANS,
+        st.integers(1, 100),
+        st.integers(1, 200),
+        st.booleans(),
+        st.sampled_from(DTYPES),
+    )
+    def test_one_row(self, plan: Plan, rows: int, columns: int, bias: bool, dtype: torch.dtype) -> None:
+        x, weight, b = operands(1, rows, columns, dtype)
+        assert_right(x, weight, b if bias else None, list(plan))
+
+    @EXAMPLES
+    @given(
+        PLANS,
+        st.integers(2, MAX_TOKENS),
+        st.integers(1, 100),
+        st.integers(1, 200),
+        st.booleans(),
+        st.sampled_from(DTYPES),
+    )
+    def test_few_rows(
+        self, plan: Plan, tokens: int, rows: int, columns: int, bias: bool, dtype: torch.dtype
+    ) -> None:
+        x, weight, b = operands(tokens, rows, columns, dtype)
+        plan = plan._replace(block_n=max(plan.block_n, 16))  # the shortest side of a matrix product
+        assert_right(x, weight, b if bias else None, list(plan))
+
+    @pytest.mark.parametrize("tokens", [1, 3, 64])
+    def test_every_candidate(self, tokens: int) -> None:
+        x, weight, bias = operands(tokens, 192, 8192 if not INTERPRETED else 2048, DTYPES[0])
+        plans = candidates(tokens, *weight.shape)
+        assert len(plans) >= 4
+        for plan in plans if not INTERPRETED else plans[::3]:
+            assert_right(x, weight, bias, list(plan))
+
+
+@settings(max_examples=40, deadline=None)
+@given(PLANS, st.integers(1, 6), st.integers(1, 40), st.integers(1, 150), st.booleans())
+def test_reference_is_a_linear(plan: Plan, tokens: int, rows: int, columns: int, bias: bool) -> None:
+    if INTERPRETED or DEVICE.type == "cuda":
+        return
+    x, weight, b = operands(tokens, rows, columns, torch.float32)
+    assert_right(x, weight, b if bias else None, list(plan))
+    assert_right(x, weight, b if bias else None, [])
+
+
+def test_more_dimensions_and_other_strides() -> None:
+    x, weight, bias = operands(6, 32, 64, DTYPES[0])
+    plan = [16, 16, 2, 4, 1, 1]
+    wide = x.view(2, 3, 64).transpose(0, 1)
+    found = linear_few(wide, weight, bias, plan).sum(0)
+    expected = torch.nn.functional.linear(wide.float(), weight.float(), bias.float())
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=6e-2)
+
+
+@pytest.mark.parametrize("plan", [[], [16, 16, 1, 4, 1, 1], [16, 16, 4, 4, 1, 0]])
+def test_opcheck(plan: list[int]) -> None:
+    x, weight, bias = operands(3, 32, 64, DTYPES[0])
+    for b in (None, bias):
+        torch.library.opcheck(torch.ops.piecewise.linear_few.default, (x, weight, b, plan))
+
+
+@given(st.integers(1, 100), st.integers(1, 5000), st.integers(1, 20000))
+def test_candidates_fit_and_are_known_by_name(tokens: int, rows: int, columns: int) -> None:
+    for plan in candidates(tokens, rows, columns):
+        assert tokens <= MAX_TOKENS and plan.block_n <= rows and plan.block_k * plan.splits <= columns
+        assert is_plan(" ".join(map(str, plan)))
+    assert not is_plan("1 2 3") and not is_plan("") and not is_plan("library")
+
+
+@pytest.mark.gpu
+class TestMeasuring:
+    def test_the_choice_is_remembered_and_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, weight, _ = operands(1, 512, 1024, torch.bfloat16)
+        monkeypatch.setattr(linear_choice, "_measured", {})
+        first = linear_choice.choose(2, weight, None, str(tmp_path))
+        assert first is not None and "library" in first.times and first.way in first.times
+        monkeypatch.setattr(linear_choice, "_measured", {})
+        monkeypatch.setattr(linear_choice.facades, "fastest_linear", None)  # nothing is measured again
+        assert linear_choice.choose(2, weight, None, str(tmp_path)) == first
+        assert linear_choice.choose(2, weight, None, None) == first
+
+    @pytest.mark.parametrize(
+        "content", ["", "[]", '{"times": {"library": "x"}}', '{"times": {"rm -rf": 1.0}}', "\x00"]
+    )
+    def test_a_bad_file_costs_a_measurement(
+        self, content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, weight, _ = operands(1, 512, 1024, torch.bfloat16)
+        linear_choice.choose(2, weight, None, str(tmp_path))
+        (file,) = tmp_path.glob("*.linear")
+        file.write_text(content)
+        monkeypatch.setattr(linear_choice, "_measured", {})
+        assert linear_choice.choose(2, weight, None, str(tmp_path)) is not None
+        assert "library" in json.loads(file.read_text())["times"]
+
+
+def test_nothing_is_measured_on_a_cpu() -> None:
+    assert linear_choice.choose(1, torch.zeros(4, 4), None, None) is None

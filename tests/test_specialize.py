@@ -1,0 +1,150 @@
+"""`specialize`: code for the exact size of a bucket, which must give what the code for all sizes gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import piecewise_graph as pg
+from piecewise_graph import _torch, specialize
+from piecewise_graph.errors import ConfigError
+from piecewise_graph.linear_choice import Choice
+from piecewise_graph.lookup import family_for
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+SIZES, EXACT = [1, 4, 8], [1, 4]
+DISTINCT = 3  # structures of two blocks: before the first splitting op, between, after the last
+
+
+class Block(nn.Module):
+    """Norm, two linears around a splitting op, a third one with a bias."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 48, bias=False), nn.Linear(48, width, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.nn.functional.rms_norm(x, x.shape[-1:])
+        return torch.ops.toy.mix(self.second(torch.nn.functional.silu(self.first(x)))) + x
+
+
+def model() -> nn.Module:
+    import toys  # noqa: F401  registers toy::mix
+
+    torch.manual_seed(3)
+    return nn.Sequential(Block(), Block()).eval()
+
+
+def exact_codes(compiled: Any) -> list[tuple[int, Any]]:
+    family = family_for(compiled)
+    assert family is not None
+    return [(size, code) for s in family.compiled.values() for size, code in s.exact.items()]
+
+
+def test_answers_are_those_of_the_model(device: torch.device) -> None:
+    module = model().to(device)
+    compiled = pg.compile(module, capture_sizes=SIZES, max_tokens=8, token_dim={"input": 0}, specialize=EXACT)
+    with pg.counters.expect(specialized=DISTINCT * len(EXACT), not_specialized=0):
+        compiled(torch.randn(3, 32, device=device))
+    for tokens in (3, 4, 1, 8, 2, 1, 4, 9):
+        x = torch.randn(tokens, 32, device=device)
+        torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
+    assert "for exactly 1 tokens" in str(pg.explain(compiled))
+
+
+def test_linears_are_replaced_where_another_kernel_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU nothing is faster, so the choice is made here; the op's reference computes it."""
+    asked = []
+
+    def choose(tokens: int, weight: Tensor, bias: Tensor | None, cache_dir: str | None) -> Choice:
+        asked.append((tokens, tuple(weight.shape), bias is not None))
+        way = "16 16 2 4 1 1" if bias is None else "library"
+        return Choice(way, {way: 1.0, "library": 2.0})
+
+    monkeypatch.setattr(specialize, "choose", choose)
+    module = model()
+    compiled = pg.compile(module, capture_sizes=SIZES, max_tokens=8, token_dim={"input": 0}, specialize=EXACT)
+    for tokens in (4, 1, 3, 4, 1):
+        x = torch.randn(tokens, 32)
+        torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
+    shapes = {(size, shape, bias) for size in EXACT for shape, bias in (((48, 32), False), ((32, 48), True))}
+    assert set(asked) == shapes
+    assert "16 16 2 4 1 1" in str(pg.explain(compiled))
+
+
+def test_code_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = _torch.compile_exact
+
+    def wrong(gm: Any, inputs: Sequence[Tensor]) -> Any:
+        run = honest(gm, inputs)
+        return lambda *args: [out * 1.5 for out in run(*args)]
+
+    monkeypatch.setattr(_torch, "compile_exact", wrong)
+    module = model()
+    compiled = pg.compile(module, capture_sizes=SIZES, max_tokens=8, token_dim={"input": 0}, specialize=[4])
+    with pg.counters.expect(specialized=0, not_specialized=DISTINCT):
+        compiled(torch.randn(4, 32))
+    x = torch.randn(4, 32)
+    torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
+    assert "differs" in str(pg.explain(compiled))
+
+
+def test_code_that_does_not_compile_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(gm: Any, inputs: Sequence[Tensor]) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(_torch, "compile_exact", broken)
+    module = model()
+    compiled = pg.compile(module, capture_sizes=SIZES, max_tokens=8, token_dim={"input": 0}, specialize=[4])
+    with pg.counters.expect(specialized=0, not_specialized=DISTINCT):
+        compiled(torch.randn(4, 32))
+    assert all("no such kernel" in code.refused for _, code in exact_codes(compiled))
+    x = torch.randn(4, 32)
+    torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [[3], [16], "4", 4, [True, 4], [[4]], {4}, [4.0], None])
+def test_sizes_that_are_no_buckets_are_refused(sizes: object) -> None:
+    with pytest.raises(ConfigError, match="specialize"):
+        pg.PiecewiseConfig(capture_sizes=[1, 4], max_tokens=8, specialize=sizes)  # type: ignore[arg-type]
+
+
+def test_other_compilers_have_nothing_to_specialize() -> None:
+    compiled = pg.compile(
+        model(), capture_sizes=SIZES, max_tokens=8, token_dim={"input": 0}, specialize=EXACT, compiler="eager"
+    )
+    with pg.counters.expect(specialized=0, not_specialized=0):
+        compiled(torch.randn(4, 32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+def test_decode_steps_on_a_gpu(bias: bool) -> None:
+    """bfloat16 and sizes at which kernels of ours are candidates."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(1024, 4096, bias=bias), nn.Linear(4096, 1024, bias=bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.down(torch.nn.functional.silu(self.up(torch.nn.functional.rms_norm(x, (1024,)))))
+            return torch.ops.toy.mix(x) + x
+
+    import toys  # noqa: F401
+
+    module = nn.Sequential(Wide(), Wide()).to("cuda", torch.bfloat16).eval()
+    compiled = pg.compile(
+        module, capture_sizes=[1, 8, 32, 64], max_tokens=64, token_dim={"input": 0}, specialize=[1, 8, 32]
+    )
+    for tokens in (1, 8, 32, 5, 1, 8, 32, 30, 64):
+        x = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
+        with pg.counters.expect(not_specialized=0):
+            found = compiled(x)
+        torch.testing.assert_close(found, module(x), rtol=5e-2, atol=5e-2)
+    assert {size for size, code in exact_codes(compiled) if code.run} == {1, 8, 32}
