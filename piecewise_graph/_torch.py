@@ -311,6 +311,28 @@ def has_unknown_size(tensor: Tensor) -> bool:
     return any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in symbols)
 
 
+@contextmanager
+def python_dispatcher() -> Iterator[None]:
+    """Let operations on fake tensors keep symbolic sizes, as Dynamo runs them."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with enable_python_dispatcher():
+        yield
+
+
+def storage_holders(tensor: Tensor) -> int:
+    """How many tensors, and storage objects of Python, hold the storage of `tensor`: 1 where it is alone.
+
+    Looking makes holders too, and how they count depends on the version; a new tensor tells how.
+    """
+    return _references(tensor) - _references(torch.empty(1)) + 1
+
+
+def _references(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+
+
 def storage_id(tensor: Tensor) -> int:
     """Identifies the storage that `tensor` views; works for fake tensors too."""
     return tensor.untyped_storage()._cdata
@@ -372,6 +394,11 @@ def autocast_functions() -> tuple[Any, Any]:
 
 def grad_mode_function() -> Any:
     return torch._C._set_grad_enabled
+
+
+def is_higher_order(target: Any) -> bool:
+    """An op that runs graphs, whatever they do."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def droppable_functions() -> frozenset[Any]:

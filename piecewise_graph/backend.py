@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -15,6 +16,8 @@ from piecewise_graph.compiler import CompiledGraph, compile_split
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import ConfigError, LeakWarning
 from piecewise_graph.family import FindFamily, all_families, family_of
+from piecewise_graph.merge_linears import merge_linears
+from piecewise_graph.merged_weights import Merge, with_merged
 from piecewise_graph.per_model import per_model
 from piecewise_graph.program import Program, liveness
 from piecewise_graph.runtime import Runtime
@@ -64,8 +67,11 @@ def build(gm: GraphModule, example_inputs: Sequence[Any], find_family: FindFamil
     compiler = family.config.compiler
     _torch.publish_graph("before_split", gm)
     reason = _keeps_whole(gm, example_inputs)
+    merged, merge = gm, Merge()
+    if reason is None and family.config.merge_linears:
+        merged, merge = merge_linears(gm, example_inputs)
     try:
-        graph = split(gm) if reason is None else None
+        graph = split(merged) if reason is None else None
     except Unsplittable as cut:
         reason = cut.reason
     if reason is not None:
@@ -79,10 +85,11 @@ def build(gm: GraphModule, example_inputs: Sequence[Any], find_family: FindFamil
         _warn_leak(leak)
     compiled = compile_split(graph, compiler, family.compiled, family.config.artifact_dir)
     _count(compiled)
-    program = _program(gm, example_inputs, compiled)
+    program = replace(_program(gm, example_inputs, compiled), merge=merge)
     static = None if program.contract.symbols else _static_tokens(graph)
     bound = _bound_tensors(graph, example_inputs)
-    program = specialized(program, _constants(graph) | dict(bound), family.config, family.compiled)
+    at_fixed_addresses = _fixed(graph, with_merged(example_inputs, merge.layouts))
+    program = specialized(program, at_fixed_addresses, family.config, family.compiled)
     return per_model(
         lambda of, tensors: Runtime(program, of, static, tensors), find_family, bound, example_inputs
     )
@@ -239,12 +246,15 @@ def _bound_tensors(graph: SplitGraph, example_inputs: Sequence[Any]) -> list[tup
     return [
         (index, example_inputs[index])
         for index, given in enumerate(graph.inputs)
-        if given.bound and given.constant is None and given.spec is not None
+        if given.bound and given.constant is None and given.spec is not None and not given.merged
     ]
 
 
-def _constants(graph: SplitGraph) -> dict[int, Tensor]:
-    return {slot: given.constant for slot, given in enumerate(graph.inputs) if given.constant is not None}
+def _fixed(graph: SplitGraph, args: Sequence[Any]) -> dict[int, Tensor]:
+    """Everything that is read at a fixed address, by slot; `args` with merged weights among them."""
+    constants = {slot: given.constant for slot, given in enumerate(graph.inputs)}
+    given = {slot: value for slot, value in enumerate(args) if graph.inputs[slot].bound}
+    return given | {slot: value for slot, value in constants.items() if value is not None}
 
 
 def _device(graph: SplitGraph) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -36,3 +37,10 @@ def leaf_names(compiled: Any, structure: Any, count: int) -> list[str]:
     for name, value in kwargs.items():
         names |= dict.fromkeys(_torch.flatten(value)[0], name)
     return [names[index] for index in range(count)]
+
+
+def readable_source(source: str) -> str:
+    """`L['self']._modules['lm_head']._parameters['weight']` -> `self.lm_head.weight`."""
+    source = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", source)
+    source = re.sub(r"^[LG]\['([^']+)'\]", r"\1", source)
+    return re.sub(r"^(?:kwargs|args)\['([^']+)'\]", r"\1", source)

@@ -44,6 +44,8 @@ class PiecewiseConfig:
         pool: a `GraphPool` to share between models, None = one of the model's own.
         cache_dir: a folder for compiled segments, so that the next process starts warm; None = off. What
             lies there is code that will be run: nobody else may be able to write to it.
+        merge_linears: run linears of one input (q/k/v, gate/up) as one. The model's weights are moved: each
+            becomes a view of a merged one. Not for a model whose weights somebody else's CUDA graph reads.
 
     Raises:
         ConfigError: for a value that cannot work.
@@ -59,12 +61,15 @@ class PiecewiseConfig:
     specialize: Sequence[int] = ()
     pool: GraphPool | None = None
     cache_dir: str | os.PathLike[str] | None = None
+    merge_linears: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError.bad_value(name, value, "one of " + ", ".join(map(repr, choices)))
+        if not isinstance(self.merge_linears, bool):
+            raise ConfigError.bad_value("merge_linears", self.merge_linears, "True or False")
         if not _is_size(self.max_tokens):
             raise ConfigError.bad_value("max_tokens", self.max_tokens, "a whole number from 1 up")
         if self.pool is not None and not isinstance(self.pool, GraphPool):

@@ -172,6 +172,26 @@ class AddressMovedError(PiecewiseError):
         )
 
 
+class MergedWeightsError(PiecewiseError):
+    """Weights of merged linears were replaced, and the new ones cannot be merged."""
+
+    @classmethod
+    def stays(cls, name: str, reason: str) -> MergedWeightsError:
+        return cls(
+            f"the trace runs {name} merged with other weights, but they do not lie side by side any more, "
+            f"and it cannot be moved: {reason}.",
+            "write weights in place (p.copy_(new)); or, for shared_storage, drop what else holds the new "
+            "tensor (a state_dict, a tied weight, graphs: pg.reset()); or compile with merge_linears=False.",
+        )
+
+    @classmethod
+    def changed(cls, name: str, found: object, expected: object) -> MergedWeightsError:
+        return cls(
+            f"the trace was compiled for {name} of shape and dtype {expected}; it has {found}.",
+            "call the compiled model rather than a frozen callable, so that it is traced anew.",
+        )
+
+
 class InputError(PiecewiseError):
     """A call's inputs do not fit the trace that it reached."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from piecewise_graph.compiler import CompiledGraph, CompiledSegment
 from piecewise_graph.errors import InputError, SplittingOpError
+from piecewise_graph.merged_weights import Merge, with_merged
 from piecewise_graph.shapes import ShapeContract, Sizes, TensorSpec, evaluate, overwrite, same_layout
 from piecewise_graph.split_graph import OpCall, Ref, SegmentStep, Size, SplitGraph, references, resolve
 
@@ -30,6 +31,7 @@ class Program:
             (`len(steps)` for graph outputs).
         blocked: why no call of this trace can be replayed, or None.
         unpaddable: why it can be replayed at exact sizes only, or None.
+        merge: which of its linears were merged.
     """
 
     compiled: CompiledGraph
@@ -39,6 +41,7 @@ class Program:
     last_use: Mapping[int, int]
     blocked: str | None
     unpaddable: str | None
+    merge: Merge = field(default_factory=Merge)
 
     @property
     def split(self) -> SplitGraph:
@@ -76,12 +79,14 @@ def liveness(compiled: CompiledGraph) -> dict[int, int]:
 
 
 def in_layout(program: Program, args: Sequence[Any], sizes: Sizes) -> Sequence[Any]:
-    """Activations with the strides that the segments were compiled for.
+    """The arguments that the segments take: activations with the strides that these were compiled for, and
+    merged weights at the end.
 
     Dynamo keeps conditions on symbolic strides among the guards that pg.compile drops.
 
     Raises:
         InputError: the trace writes an argument of other strides; a copy would lose the writes.
+        MergedWeightsError: see `with_merged`.
     """
     laid_out = list(args)
     for index, given in enumerate(program.split.inputs[: len(args)]):
@@ -92,7 +97,7 @@ def in_layout(program: Program, args: Sequence[Any], sizes: Sizes) -> Sequence[A
                     raise InputError.strides(given.name, args[index].stride(), strides)
                 laid_out[index] = given.spec.empty(sizes)
                 overwrite(laid_out[index], args[index])
-    return laid_out
+    return with_merged(laid_out, program.merge.layouts)
 
 
 def run_steps(

@@ -291,9 +291,13 @@ def input_values(program: Program, args: Sequence[Any], bucket: int, inputs: Sta
     for index, given in enumerate(program.split.inputs):
         if given.constant is not None:
             values[index] = given.constant
-        elif given.spec is not None:
+        elif given.spec is not None and not given.bound:
+            values[index] = inputs.view(index, bucket)
+        elif given.merged:
+            values[index] = args[index]  # nobody else has it (Note [Who may be moved] in merged_weights.py)
+        elif given.bound and index in program.last_use:
             # detached: keeps the storage itself alive when somebody swaps the parameter's data
-            values[index] = args[index].detach() if given.bound else inputs.view(index, bucket)
+            values[index] = args[index].detach()
     return values
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from piecewise_graph.compiler import CompiledSegment
@@ -53,6 +53,9 @@ class TraceReport:
         padding: per structure that must not be padded, why.
         failed: bucket -> why its capture failed.
         fallbacks: reason -> calls.
+        merged: parallel linears that run as one, `q_proj+k_proj+v_proj` -> groups.
+        merged_linears: members of all these groups.
+        apart: why others could not be merged -> groups.
     """
 
     sizes: str
@@ -72,6 +75,9 @@ class TraceReport:
     buckets: tuple[BucketReport, ...]
     failed: dict[int, str]
     fallbacks: dict[str, int]
+    merged: dict[str, int] = field(default_factory=dict)
+    merged_linears: int = 0
+    apart: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,9 @@ def _trace(runtime: Runtime) -> TraceReport:
         ),
         failed={size: why for _, tapes in runtime.all_tapes() for size, why in tapes.failed.items()},
         fallbacks=dict(runtime.fallbacks),
+        merged=dict(program.merge.merged),
+        merged_linears=program.merge.linears,
+        apart=dict(program.merge.apart),
     )
 
 
@@ -190,6 +199,8 @@ def _trace_lines(number: int, trace: TraceReport) -> list[str]:
         lines += [f"  cache_dir: {why} ({count} structures)" for why, count in trace.cache_notes.items()]
     for size, codes in trace.exact.items():
         lines += [f"  for exactly {size} tokens: {code}" for code in codes]
+    if trace.merged or trace.apart:
+        lines.append(f"  merged: {_merged(trace)}")
     if trace.blocked:
         lines.append(f"  never replayed: {trace.blocked}")
     lines += [f"  inside a segment, not registered: {leak}" for leak in trace.leaks]
@@ -214,6 +225,13 @@ def _origin(trace: TraceReport) -> str:
     if trace.from_cache == trace.distinct:
         return loaded
     return f"({trace.distinct - trace.from_cache} {compiled}, {trace.from_cache} {loaded})"
+
+
+def _merged(trace: TraceReport) -> str:
+    groups = f"{sum(trace.merged.values())} groups of {trace.merged_linears} linears"
+    names = f" ({', '.join(trace.merged)})" if trace.merged else ""
+    apart = ", ".join(f"{count} {why}" for why, count in trace.apart.items())
+    return groups + names + (f"; apart: {apart}" if apart else "")
 
 
 def _mib(count: int) -> str:

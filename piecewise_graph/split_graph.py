@@ -13,6 +13,9 @@ from torch.fx import GraphModule
 from piecewise_graph.shapes import TensorSpec
 from piecewise_graph.splitting_ops import SplittingOp
 
+# Where a placeholder that stands for several weights keeps its name.
+MERGED_NAME = "piecewise_merged_name"
+
 
 @dataclass(frozen=True)
 class Ref:
@@ -38,6 +41,7 @@ class Input:
         bound: read at a fixed address (weights, buffers, constants) rather than copied in.
         constant: the tensor itself, where the graph and not the caller holds it.
         symbol: the size symbol of an integer argument.
+        merged: several arguments as one tensor (merged_weights.py); it follows the trace's own arguments.
     """
 
     name: str
@@ -45,6 +49,7 @@ class Input:
     bound: bool
     constant: Tensor | None = None
     symbol: sympy.Symbol | None = None
+    merged: bool = False
 
 
 @dataclass(frozen=True)

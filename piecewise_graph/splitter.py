@@ -15,7 +15,6 @@ each one that it uses is an argument, made from its symbolic expression by whoev
 from __future__ import annotations
 
 import operator
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +25,19 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from piecewise_graph import _torch
+from piecewise_graph.call_names import readable_source
 from piecewise_graph.shapes import TensorSpec, is_scalar
-from piecewise_graph.split_graph import Input, OpCall, OpStep, Ref, SegmentStep, Size, SplitGraph, Step
+from piecewise_graph.split_graph import (
+    MERGED_NAME,
+    Input,
+    OpCall,
+    OpStep,
+    Ref,
+    SegmentStep,
+    Size,
+    SplitGraph,
+    Step,
+)
 from piecewise_graph.splitting_ops import leaked_op, may_write, op_overload, splitting_op_of
 
 
@@ -165,16 +175,18 @@ class _Lowering:
                 return  # the body of a higher-order op: copied into the segment that calls it
             value = constant if value is None else value
         name, of_module = _torch.placeholder_source(node)
+        merged = MERGED_NAME in node.meta
         spec = TensorSpec.of(value) if isinstance(value, Tensor) else None
         symbol = None
         if isinstance(value, torch.SymInt) and _torch.expression(value).is_Symbol:
             symbol = _torch.expression(value)
             self.symbols.add(symbol)
-        bound = of_module or constant is not None or isinstance(value, torch.nn.Parameter)
+        bound = of_module or merged or constant is not None or isinstance(value, torch.nn.Parameter)
         if spec is not None:
             self.symbols.update(*(size.free_symbols for size in spec.shape))
         self.slots[node] = len(self.inputs)
-        self.inputs.append(Input(_readable(name), spec, bound, constant, symbol))
+        name = node.meta.get(MERGED_NAME) or readable_source(name)
+        self.inputs.append(Input(name, spec, bound, constant, symbol, merged))
         self._add_spec(value if isinstance(value, Tensor) else None)
 
     def _new_slot(self, node: Node) -> int:
@@ -318,10 +330,3 @@ class _SegmentBuilder:
 
 def _attribute(gm: GraphModule, target: str) -> Any:
     return operator.attrgetter(target)(gm)
-
-
-def _readable(source: str) -> str:
-    """`L['self']._modules['lm_head']._parameters['weight']` -> `self.lm_head.weight`."""
-    source = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", source)
-    source = re.sub(r"^[LG]\['([^']+)'\]", r"\1", source)
-    return re.sub(r"^(?:kwargs|args)\['([^']+)'\]", r"\1", source)

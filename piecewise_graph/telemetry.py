@@ -11,6 +11,8 @@ NAMES = {
     "segments": "compute segments that splitting produced (captured kind; inline ones apart)",
     "inline_segments": "segments without compute, evaluated once when a tape is bound",
     "op_steps": "steps between segments, each of one or more adjacent splitting ops",
+    "merged_linears": "parallel linears that run as parts of one (merge_linears)",
+    "unmerged_groups": "groups of parallel linears left apart; per reason as 'unmerged_groups:REASON'",
     "compiles": "distinct segment structures compiled",
     "cache_hits": "distinct segment structures loaded from cache_dir instead of compiled",
     "cache_misses": "lookups in cache_dir that ended in a compile",
@@ -53,6 +55,10 @@ class Counters:
     def cache_unsaved(self, reason: str) -> None:
         self._counts["cache_unsaved"] += 1
         self._counts[f"cache_unsaved:{reason}"] += 1
+
+    def unmerged(self, reason: str) -> None:
+        self._counts["unmerged_groups"] += 1
+        self._counts[f"unmerged_groups:{reason}"] += 1
 
     def unpadded(self, reason: str, amount: int = 1) -> None:
         self._counts["unpadded_segments"] += amount

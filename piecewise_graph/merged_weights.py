@@ -1,0 +1,201 @@
+"""Parameters side by side: several weights as one tensor, each of them a view of its rows.
+
+Note [Who may be moved]
+A merge gives a parameter new memory, so whoever else holds the old memory (a state_dict that somebody keeps,
+a tied weight, graphs of another compiled model) would no longer see its updates. So a parameter is moved only
+if nobody else does: its storage is as large as it is, and has no other holder. Storages that were merged
+before are held by the parameters that lie in them and by at most one tensor over all of them (graphs hold
+that one, `_over`); these are known, and harmless where they do not overlap. What cannot be told is an address
+without a holder, such as a CUDA graph that somebody else captured.
+
+Note [Nothing is kept here]
+Merged tensors are found again from where the parameters lie, in every call that is no replay, and nothing
+but the parameters and captured graphs keeps their memory. So a weight that was written in place is seen, one
+that was replaced is noticed, and a model that is deleted or moved to another device takes its memory along.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piecewise_graph import _torch
+from piecewise_graph.errors import MergedWeightsError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Arguments of a trace that lie in one merged tensor, in the order of its rows.
+
+    Attributes:
+        members: their indices.
+        names, shapes: of each member.
+    """
+
+    members: tuple[int, ...]
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What became of the parallel linears of a trace.
+
+    Attributes:
+        layouts: one per merged tensor; the tensors follow the trace's own arguments in this order.
+        merged: the linears of a group as people read them, `q_proj+k_proj+v_proj` -> groups.
+        linears: members of all these groups.
+        apart: reason -> groups that were not merged.
+    """
+
+    layouts: tuple[Layout, ...] = ()
+    merged: Mapping[str, int] = field(default_factory=dict)
+    linears: int = 0
+    apart: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why parameters cannot be laid side by side: which of them, and a reason to count."""
+
+    member: int
+    reason: str
+
+
+# Parameters that lie in merged storages, by id; and the tensor over all rows of one, while somebody uses it.
+_placed: dict[int, weakref.ref[Tensor]] = {}
+_over: weakref.WeakValueDictionary[tuple[Any, ...], Tensor] = weakref.WeakValueDictionary()
+
+
+def with_merged(args: Sequence[Any], layouts: Sequence[Layout]) -> Sequence[Any]:
+    """A call's arguments, followed by the merged tensors that its weights make up.
+
+    Weights that were replaced since the last call are laid side by side anew.
+
+    Raises:
+        MergedWeightsError: that cannot be, or a weight is of another kind than the trace was compiled for.
+    """
+    return [*args, *(_merged(args, layout) for layout in layouts)] if layouts else args
+
+
+def _merged(args: Sequence[Any], layout: Layout) -> Tensor:
+    members = [args[index] for index in layout.members]
+    for member, name, shape in zip(members, layout.names, layout.shapes, strict=True):
+        if (tuple(member.shape), member.dtype) != (shape, layout.dtype):
+            found, expected = (tuple(member.shape), member.dtype), (shape, layout.dtype)
+            raise MergedWeightsError.changed(name, found, expected)
+    merged = side_by_side(members)
+    if merged is None:
+        fault = find_fault(members)
+        if fault is not None:
+            raise MergedWeightsError.stays(layout.names[fault.member], fault.reason)
+        merged = lay(members)
+    return merged
+
+
+def side_by_side(members: Sequence[Tensor]) -> Tensor | None:
+    """The tensor whose rows are those of `members`, in their order; None where they lie otherwise."""
+    first = members[0]
+    storage, address = _torch.storage_id(first), first.data_ptr()
+    for member in members:
+        known = member.data_ptr() == address and member.is_contiguous() and member.dtype == first.dtype
+        if not known or _torch.storage_id(member) != storage:
+            return None
+        address += member.nbytes
+    shape = _shape(members)
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    key = (storage, first.data_ptr(), shape, first.dtype)
+    merged = _over.get(key)
+    if merged is None:
+        with torch.inference_mode(False), torch.no_grad():  # set_ makes no view of a parameter, whose
+            empty = torch.empty(0, dtype=first.dtype, device=first.device)  # holders could not be counted
+            merged = empty.set_(first.untyped_storage(), first.storage_offset(), shape, stride)
+        _know(members, merged)
+    return merged
+
+
+def find_fault(members: Sequence[Tensor]) -> Fault | None:
+    """Why `members` cannot be laid side by side, unless they are."""
+    if side_by_side(members) is not None:
+        return None
+    reasons = ((index, _immovable(member)) for index, member in enumerate(members))
+    return next((Fault(index, reason) for index, reason in reasons if reason is not None), None)
+
+
+def lay(members: Sequence[Tensor]) -> Tensor:
+    """Copy `members` into one new tensor and let each be a view of it; call it where `find_fault` finds none.
+
+    Nothing has changed where the memory does not suffice.
+    """
+    merged = side_by_side(members)
+    if merged is not None:
+        return merged
+    with torch.inference_mode(False), torch.no_grad():
+        merged = _allocate(members)
+        rows = merged.split([len(member) for member in members])
+        for member, part in zip(members, rows, strict=True):
+            part.copy_(member)
+        _wait(merged)  # other streams may still read the old memory, and may read the new one from now on
+        for member, part in zip(members, rows, strict=True):
+            member.data = part
+    _know(members, merged)
+    return merged
+
+
+def _allocate(members: Sequence[Tensor]) -> Tensor:
+    return torch.empty(_shape(members), dtype=members[0].dtype, device=members[0].device)
+
+
+def _shape(members: Sequence[Tensor]) -> tuple[int, ...]:
+    return (sum(map(len, members)), *members[0].shape[1:])
+
+
+def _wait(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+def _know(members: Sequence[Tensor], merged: Tensor) -> None:
+    _over[_torch.storage_id(merged), merged.data_ptr(), tuple(merged.shape), merged.dtype] = merged
+    for member in members:
+        _placed[id(member)] = weakref.ref(member, partial(_forget, id(member)))
+
+
+def _forget(number: int, _: weakref.ref[Tensor]) -> None:
+    _placed.pop(number, None)
+
+
+def _in_storage(storage: int) -> Iterator[Tensor]:
+    """The parameters known to lie in a merged storage."""
+    alive = [member for ref in list(_placed.values()) if (member := ref()) is not None]
+    return (member for member in alive if _torch.storage_id(member) == storage)
+
+
+def _immovable(member: Tensor) -> str | None:
+    """Why a parameter must stay where it is (Note [Who may be moved])."""
+    if member.is_inference():
+        return "inference_tensor"
+    if member.is_cuda and _torch.capturing():
+        return "captured_by_caller"
+    if not member.is_cuda and member.is_shared():
+        return "shared_storage"
+    holders, storage = _torch.storage_holders(member), _torch.storage_id(member)
+    if holders == 1 and member.untyped_storage().nbytes() == member.nbytes:
+        return None
+    parameters = list(_in_storage(storage))
+    merged = [tensor for tensor in list(_over.values()) if _torch.storage_id(tensor) == storage]
+    overlap = any(other is not member and _overlap(other, member) for other in parameters)
+    known = any(other is member for other in parameters) and holders == len(parameters) + len(merged)
+    return None if known and not overlap else "shared_storage"
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
