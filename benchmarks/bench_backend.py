@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,57 +26,16 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE
 os.environ["TRITON_CACHE_DIR"] = f"{_CACHE}/triton"
 
 import torch  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import piecewise_graph as pg  # noqa: E402
 from benchmarks.common import RESULTS, Mark, alternate, table, without_out, write  # noqa: E402
+from benchmarks.llama import SHAPES, Shape, random_model  # noqa: E402
 from piecewise_graph.lookup import family_for  # noqa: E402
 from piecewise_graph.shapes import evaluate  # noqa: E402
 from piecewise_graph.split_graph import Ref  # noqa: E402
 from piecewise_graph.tape import LateCall, ReplayTape  # noqa: E402
 
 _COLUMNS = ("shape", "tokens", "eager_ms", "compile_ms", "piecewise_ms", "speedup_eager", "speedup_compile")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's dimensions and what is promised for it."""
-
-    name: str
-    config: dict[str, Any]
-    cut_limit: float
-
-
-SHAPES = {
-    "8b": Shape(
-        "Llama-3-8B",
-        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-        1.03,
-    ),
-    "1b": Shape(
-        "Llama-3.2-1B",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "head_dim": 64,
-            "tie_word_embeddings": True,
-        },
-        1.08,
-    ),
-    "tiny": Shape(
-        "tiny",
-        {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 8,
-            "vocab_size": 512,
-        },
-        1.08,
-    ),
-}
 
 
 def main() -> int:
@@ -131,20 +89,6 @@ def _bench_shape(
         marks.append(
             Mark(f"{shape.name}: segments replayed / one graph of them, worst", worst, shape.cut_limit)
         )
-
-
-def random_model(shape: Shape, device: torch.device | str, attention: str) -> Any:
-    """A Llama of this shape with random bf16 weights."""
-    config = LlamaConfig(
-        **{"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192} | shape.config
-    )
-    config._attn_implementation = attention
-    with torch.device(device):
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            return LlamaForCausalLM(config).eval()
-        finally:
-            torch.set_default_dtype(torch.float32)
 
 
 def _inputs(tokens: int, *, vocab: int, device: str) -> dict[str, Any]:
