@@ -147,6 +147,23 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
+def read_bandwidth(device: torch.device, size: int = 2**30) -> float:
+    """Bytes per second of reading memory once, by the fastest of torch's reductions."""
+    if device.type == "cpu":
+        return 1e10
+    data = torch.randint(-8, 8, (size // 4,), dtype=torch.int32, device=device)
+    best = 0.0
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(10):
+            data.view(4096, -1).amax(1)
+        end.record()
+        end.synchronize()
+        best = max(best, 10 * size / (start.elapsed_time(end) / 1e3))
+    return best
+
+
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """Rows as aligned text."""
     cells = [list(columns)] + [[_cell(row.get(column)) for column in columns] for row in rows]

@@ -13,7 +13,7 @@ from benchmarks.llama import Shape, random_model
 from piecewise_graph.custom_ops.attention import BatchBuffers
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 
-CONTEXT, PAGE = 128, 16
+CONTEXT, ROOM, PAGE = 128, 256, 16  # tokens of a request now, and at most
 DECODE_UP_TO = 64
 
 
@@ -43,12 +43,12 @@ class PagedModel:
         requests = max(layout(count)[0] for count in counts)
         self.cache = PagedKVCache.for_model(
             self.model.config,
-            num_pages=1 + requests * CONTEXT // PAGE,
+            num_pages=1 + requests * ROOM // PAGE,
             page_size=PAGE,
             dtype=torch.bfloat16,
             device=self.device,
         )
-        self._table = RequestTable.for_cache(self.cache, max_requests=requests, max_seq_len=CONTEXT)
+        self._table = RequestTable.for_cache(self.cache, max_requests=requests, max_seq_len=ROOM)
         self._slots = [self._table.open() for _ in range(requests)]
         self._table.reserve(dict.fromkeys(self._slots, CONTEXT))
         self._buffers = {count: self._batch(count) for count in counts}
