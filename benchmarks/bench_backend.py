@@ -38,17 +38,19 @@ from piecewise_graph.tape import LateCall, ReplayTape  # noqa: E402
 _COLUMNS = ("shape", "tokens", "eager_ms", "compile_ms", "piecewise_ms", "speedup_eager", "speedup_compile")
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default="1b,8b", help="of " + ", ".join(SHAPES))
     parser.add_argument("--tokens", default="1,8,64,512")
     parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--compiler", default="inductor", help="of the piecewise side")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
         "--no-torch-compile", action="store_true", help="leave that side out; it compiles long"
     )
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_backend.json")
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     rows: list[dict[str, Any]] = []
     marks: list[Mark] = []
     for name in options.shapes.split(","):
@@ -56,7 +58,7 @@ def main() -> int:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        command = " ".join(["python -m benchmarks.bench_backend", *without_out(sys.argv[1:])])
+        command = " ".join(["python -m benchmarks.bench_backend", *without_out(given)])
         write(options.out, command, rows, marks)  # after each shape: a long run that is cut short loses one
     print(table([row for row in rows if "tokens" in row], _COLUMNS))
     return 0
@@ -101,7 +103,7 @@ def _start(
     shape: Shape, model: Any, make: Callable[..., Any], options: argparse.Namespace
 ) -> tuple[dict[str, Any], Any]:
     """Compile and capture; what start-up costs."""
-    compiled = pg.compile(model, max_tokens=options.max_tokens, capture="explicit")
+    compiled = pg.compile(model, max_tokens=options.max_tokens, capture="explicit", compiler=options.compiler)
     began = time.perf_counter()
     compiled(**make(options.max_tokens))
     trace_and_compile = time.perf_counter() - began

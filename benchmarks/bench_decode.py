@@ -116,7 +116,8 @@ _COLUMNS = ("shape", "batch", "floor_ms", "full_ms", "piecewise_ms", "full_over_
             "full_host_us", "piecewise_host_us")  # fmt: skip
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default="1b,8b", help="of " + ", ".join(SHAPES))
     parser.add_argument("--batches", default="1,4,16,32")
@@ -125,7 +126,7 @@ def main() -> int:
     parser.add_argument("--bandwidth", type=float, help="bytes per second, None = measured")
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_decode.json")
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     options.extra = {"compiler": options.compiler}
     rows: list[dict[str, Any]] = []
     marks: list[Mark] = []
@@ -137,7 +138,7 @@ def main() -> int:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        command = " ".join(["python -m benchmarks.bench_decode", *without_out(sys.argv[1:])])
+        command = " ".join(["python -m benchmarks.bench_decode", *without_out(given)])
         write(options.out, command, rows, marks)
     print(table([row for row in rows if "batch" in row], _COLUMNS))
     return 0
