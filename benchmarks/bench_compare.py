@@ -139,7 +139,7 @@ def _start(shape: str, name: str, kind: str, options: argparse.Namespace, folder
 
 def _child(told: Sequence[str], caches: Path, patience: float) -> tuple[list[Row], str | None]:
     """The rows that a child printed, and what ended it if it did not end well."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
     surroundings = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),

@@ -36,7 +36,8 @@ class PagedModel:
 
     def __init__(self, shape: Shape, counts: Sequence[int], implementation: str | None = None) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        pg.register_attention("piecewise", implementation or default_implementation(self.device))
+        self.implementation = implementation or default_implementation(self.device)
+        pg.register_attention("piecewise", self.implementation)
         self.model = random_model(shape, self.device, "piecewise")
         self.weight_bytes = _read_bytes(self.model)
         self.counts = tuple(counts)
@@ -86,7 +87,8 @@ class PagedModel:
         for tokens in self.counts:
             for full in (False, True):
                 with self.context(tokens, full):
-                    torch.ops.piecewise.attention(*self._rows(tokens), layer=0, scale=1.0)
+                    rows = self._rows(tokens)
+                    torch.ops.piecewise.attention(*rows, 0, 1.0, implementation=self.implementation)
 
     def _rows(self, tokens: int) -> list[Tensor]:
         config = self.model.config
