@@ -61,7 +61,7 @@ class Decode(PagedModel):
         return step
 
 
-def host_microseconds(step: Callable[[], Any], calls: int = 20, rounds: int = 15) -> float:
+def host_microseconds(step: Callable[[], Any], rounds: int, calls: int = 20) -> float:
     """Median host time of a step, its device work still running."""
     taken = []
     for _ in range(rounds):
@@ -90,7 +90,7 @@ def bench_shape(shape: str, options: argparse.Namespace) -> tuple[list[dict[str,
             for name, timing in times.items():
                 row[f"{name}_ms"] = timing.median * 1e3
                 row[f"{name}_low_ms"], row[f"{name}_high_ms"] = timing.low * 1e3, timing.high * 1e3
-                row[f"{name}_host_us"] = host_microseconds(sides[name])
+                row[f"{name}_host_us"] = host_microseconds(sides[name], options.rounds)
             row["full_over_floor"] = times["full"].median / floor
             row["piecewise_over_full"] = times["piecewise"].median / times["full"].median
             rows.append(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,18 @@ SIDES = "eager,meta,piecewise,full"
 
 
 @pytest.fixture(autouse=True)
-def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Importing a benchmark that starts cold moves the compilers' caches; afterwards they are back."""
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Importing a benchmark that starts cold moves the compilers' caches; afterwards they are back.
+
+    One thread, here and in children: on a busy machine, ops this small do little but wait for other threads.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def run(name: str, options: list[str], out: Path) -> dict[str, Any]:
