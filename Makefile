@@ -31,8 +31,8 @@ lint: $(READY) package-list ## ruff, ruff format, mypy
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-bench: $(READY_BENCH) ## run the backend benchmark
-	$(PY) benchmarks/bench_backend.py
+bench: $(READY_BENCH) ## compare with eager, torch.compile and its graphs, Meta's, raw capture: one GPU, minutes
+	$(PY) -m benchmarks.bench_compare
 
 clean: ## remove build outputs and caches
 	rm -rf build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

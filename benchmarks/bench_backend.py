@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,10 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = _CACHE
 os.environ["TRITON_CACHE_DIR"] = f"{_CACHE}/triton"
 
 import torch  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import piecewise_graph as pg  # noqa: E402
 from benchmarks.common import RESULTS, Mark, alternate, table, without_out, write  # noqa: E402
+from benchmarks.llama import SHAPES, Shape, random_model  # noqa: E402
 from piecewise_graph.lookup import family_for  # noqa: E402
 from piecewise_graph.shapes import evaluate  # noqa: E402
 from piecewise_graph.split_graph import Ref  # noqa: E402
@@ -39,58 +38,19 @@ from piecewise_graph.tape import LateCall, ReplayTape  # noqa: E402
 _COLUMNS = ("shape", "tokens", "eager_ms", "compile_ms", "piecewise_ms", "speedup_eager", "speedup_compile")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model's dimensions and what is promised for it."""
-
-    name: str
-    config: dict[str, Any]
-    cut_limit: float
-
-
-SHAPES = {
-    "8b": Shape(
-        "Llama-3-8B",
-        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-        1.03,
-    ),
-    "1b": Shape(
-        "Llama-3.2-1B",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "head_dim": 64,
-            "tie_word_embeddings": True,
-        },
-        1.08,
-    ),
-    "tiny": Shape(
-        "tiny",
-        {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 8,
-            "vocab_size": 512,
-        },
-        1.08,
-    ),
-}
-
-
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default="1b,8b", help="of " + ", ".join(SHAPES))
     parser.add_argument("--tokens", default="1,8,64,512")
     parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--compiler", default="inductor", help="of the piecewise side")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
         "--no-torch-compile", action="store_true", help="leave that side out; it compiles long"
     )
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_backend.json")
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     rows: list[dict[str, Any]] = []
     marks: list[Mark] = []
     for name in options.shapes.split(","):
@@ -98,7 +58,7 @@ def main() -> int:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        command = " ".join(["python -m benchmarks.bench_backend", *without_out(sys.argv[1:])])
+        command = " ".join(["python -m benchmarks.bench_backend", *without_out(given)])
         write(options.out, command, rows, marks)  # after each shape: a long run that is cut short loses one
     print(table([row for row in rows if "tokens" in row], _COLUMNS))
     return 0
@@ -133,20 +93,6 @@ def _bench_shape(
         )
 
 
-def random_model(shape: Shape, device: torch.device | str, attention: str) -> Any:
-    """A Llama of this shape with random bf16 weights."""
-    config = LlamaConfig(
-        **{"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192} | shape.config
-    )
-    config._attn_implementation = attention
-    with torch.device(device):
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            return LlamaForCausalLM(config).eval()
-        finally:
-            torch.set_default_dtype(torch.float32)
-
-
 def _inputs(tokens: int, *, vocab: int, device: str) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(tokens)
     ids = torch.randint(0, vocab, (1, tokens), device=device, generator=generator)
@@ -157,7 +103,7 @@ def _start(
     shape: Shape, model: Any, make: Callable[..., Any], options: argparse.Namespace
 ) -> tuple[dict[str, Any], Any]:
     """Compile and capture; what start-up costs."""
-    compiled = pg.compile(model, max_tokens=options.max_tokens, capture="explicit")
+    compiled = pg.compile(model, max_tokens=options.max_tokens, capture="explicit", compiler=options.compiler)
     began = time.perf_counter()
     compiled(**make(options.max_tokens))
     trace_and_compile = time.perf_counter() - began

@@ -15,72 +15,37 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import piecewise_graph as pg
-from benchmarks.bench_backend import SHAPES, random_model
-from benchmarks.common import RESULTS, Mark, alternate, table, without_out, write
-from piecewise_graph.custom_ops.attention import BatchBuffers
-from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
+from benchmarks.bench_backend import SHAPES  # which also empties the compilers' caches
+from benchmarks.common import RESULTS, Mark, alternate, read_bandwidth, table, without_out, write
+from benchmarks.paged import PagedModel
 
-CONTEXT, PAGE = 128, 16
 FULL_LIMITS = {("8b", 1): 1.20, ("8b", 32): 1.30, ("1b", 1): 1.60}
 PIECEWISE_LIMITS = {"8b": 1.05, "1b": 1.15}
 
 
-class Decode:
+class Decode(PagedModel):
     """One model, frozen in both modes at several batch sizes."""
 
     def __init__(self, shape: str, batches: list[int], options: argparse.Namespace) -> None:
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        pg.register_attention("piecewise", options.implementation)
-        self.model = random_model(SHAPES[shape], self.device, "piecewise")
-        self.weight_bytes = _read_bytes(self.model)
-        self.cache = PagedKVCache.for_model(
-            self.model.config,
-            num_pages=1 + max(batches) * 16,
-            page_size=PAGE,
-            dtype=torch.bfloat16,
-            device=self.device,
-        )
-        self.table = RequestTable(
-            num_pages=self.cache.num_pages, page_size=PAGE, max_requests=max(batches), max_seq_len=256,
-            device=self.device,
-        )  # fmt: skip
-        slots = [self.table.open() for _ in range(max(batches))]
-        self.table.reserve(dict.fromkeys(slots, CONTEXT))
-        self.buffers: dict[int, BatchBuffers] = {}
-        for batch in batches:
-            made = BatchBuffers(
-                self.cache, self.table, num_requests=batch, num_tokens=batch, max_query_len=1, uniform=True
-            )
-            made.fill(slots[:batch], [1] * batch, [CONTEXT] * batch)
-            self.buffers[batch] = made
+        super().__init__(SHAPES[shape], batches, options.implementation)
         began = time.perf_counter()
         self.compiled = pg.compile(
             self.model, capture_sizes=batches, max_tokens=max(batches), outputs="static", **options.extra
         )
-        self.frozen = {full: self._freeze(batches, full) for full in (True, False)}
+        self.frozen = {full: self._freeze(full) for full in (True, False)}
         self.start_seconds = time.perf_counter() - began
 
-    def context(self, batch: int, full: bool) -> Any:
-        return pg.forward_context(attention=self.buffers[batch].batch, full_graph=full)
-
-    def inputs(self, batch: int) -> dict[str, Any]:
-        ids = torch.randint(1, self.model.config.vocab_size, (1, batch), device=self.device)
-        positions = self.buffers[batch].positions[None].long()
-        return {"input_ids": ids, "position_ids": positions, "use_cache": False}
-
-    def _freeze(self, batches: list[int], full: bool) -> Callable[..., Any]:
-        def context(batch: int) -> dict[str, Any]:
-            return {"attention": self.buffers[batch].batch, "full_graph": full}
-
-        pg.capture(self.compiled, self.inputs, context=context, progress=False)
-        with self.context(batches[-1], full):
-            return pg.freeze(self.compiled, **self.inputs(batches[-1]))
+    def _freeze(self, full: bool) -> Callable[..., Any]:
+        pg.capture(self.compiled, self.inputs, context=partial(self.fields, full=full), progress=False)
+        with self.context(self.counts[-1], full):
+            return pg.freeze(self.compiled, **self.inputs(self.counts[-1]))
 
     def side(self, batch: int, full: bool) -> Callable[[], Any]:
         """A step whose inputs are written by the caller, as a serving loop does."""
@@ -96,31 +61,7 @@ class Decode:
         return step
 
 
-def _read_bytes(model: torch.nn.Module) -> int:
-    """Bytes of weights that a step of few tokens reads: all but the embedding, which is a lookup."""
-    embedding = model.get_input_embeddings().weight
-    tied = embedding is model.get_output_embeddings().weight
-    return sum(p.nbytes for p in model.parameters() if tied or p is not embedding)
-
-
-def read_bandwidth(device: torch.device, size: int = 2**30) -> float:
-    """Bytes per second of reading memory once, by the fastest of torch's reductions."""
-    if device.type == "cpu":
-        return 1e10
-    data = torch.randint(-8, 8, (size // 4,), dtype=torch.int32, device=device)
-    best = 0.0
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(10):
-            data.view(4096, -1).amax(1)
-        end.record()
-        end.synchronize()
-        best = max(best, 10 * size / (start.elapsed_time(end) / 1e3))
-    return best
-
-
-def host_microseconds(step: Callable[[], Any], calls: int = 20, rounds: int = 15) -> float:
+def host_microseconds(step: Callable[[], Any], rounds: int, calls: int = 20) -> float:
     """Median host time of a step, its device work still running."""
     taken = []
     for _ in range(rounds):
@@ -149,51 +90,43 @@ def bench_shape(shape: str, options: argparse.Namespace) -> tuple[list[dict[str,
             for name, timing in times.items():
                 row[f"{name}_ms"] = timing.median * 1e3
                 row[f"{name}_low_ms"], row[f"{name}_high_ms"] = timing.low * 1e3, timing.high * 1e3
-                row[f"{name}_host_us"] = host_microseconds(sides[name])
+                row[f"{name}_host_us"] = host_microseconds(sides[name], options.rounds)
             row["full_over_floor"] = times["full"].median / floor
             row["piecewise_over_full"] = times["piecewise"].median / times["full"].median
             rows.append(row)
-            if (shape, batch) in FULL_LIMITS:
-                limit = FULL_LIMITS[shape, batch]
-                marks.append(
-                    Mark(
-                        f"{shape} decode, FULL, batch {batch}, times the floor", row["full_over_floor"], limit
-                    )
-                )
-            limit = PIECEWISE_LIMITS.get(shape, 1.15)
-            marks.append(
-                Mark(f"{shape} PIECEWISE over FULL, batch {batch}", row["piecewise_over_full"], limit)
-            )
+            marks += _marks(shape, batch, row)
     start = {"shape": shape, "start_s": decode.start_seconds, "bandwidth_TBps": bandwidth / 1e12}
     start |= {"weights_GB": decode.weight_bytes / 1e9, "explain": str(pg.explain(decode.compiled))}
     return [start, *rows], marks
 
 
 def _marks(shape: str, batch: int, row: dict[str, Any]) -> list[Mark]:
-    marks = []
-    if (shape, batch) in FULL_LIMITS:
-        name = f"{shape} decode step, FULL, batch {batch}, over the floor"
-        marks.append(Mark(name, row["full_over_floor"], FULL_LIMITS[shape, batch]))
-    if shape in PIECEWISE_LIMITS:
-        name = f"{shape} decode step, PIECEWISE over FULL, batch {batch}"
-        marks.append(Mark(name, row["piecewise_over_full"], PIECEWISE_LIMITS[shape]))
-    return marks
+    cut = Mark(
+        f"{shape} PIECEWISE over FULL, batch {batch}",
+        row["piecewise_over_full"],
+        PIECEWISE_LIMITS.get(shape, 1.15),
+    )
+    if (shape, batch) not in FULL_LIMITS:
+        return [cut]
+    name = f"{shape} decode, FULL, batch {batch}, times the floor"
+    return [Mark(name, row["full_over_floor"], FULL_LIMITS[shape, batch]), cut]
 
 
 _COLUMNS = ("shape", "batch", "floor_ms", "full_ms", "piecewise_ms", "full_over_floor", "piecewise_over_full",
             "full_host_us", "piecewise_host_us")  # fmt: skip
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default="1b,8b", help="of " + ", ".join(SHAPES))
     parser.add_argument("--batches", default="1,4,16,32")
-    parser.add_argument("--implementation", default="triton")
+    parser.add_argument("--implementation", help="of attention; None = triton on a GPU")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--bandwidth", type=float, help="bytes per second, None = measured")
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_decode.json")
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     options.extra = {"compiler": options.compiler}
     rows: list[dict[str, Any]] = []
     marks: list[Mark] = []
@@ -205,7 +138,7 @@ def main() -> int:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        command = " ".join(["python -m benchmarks.bench_decode", *without_out(sys.argv[1:])])
+        command = " ".join(["python -m benchmarks.bench_decode", *without_out(given)])
         write(options.out, command, rows, marks)
     print(table([row for row in rows if "batch" in row], _COLUMNS))
     return 0

@@ -108,6 +108,35 @@ def alternate(
     return {name: _timing(seconds) for name, seconds in taken.items()}
 
 
+def alternate_host(
+    sides: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    calls: int = 2,
+    warmups: int = 3,
+    streams: Mapping[str, Any] | None = None,
+) -> dict[str, Timing]:
+    """Host time per call of each side, the sides taking turns: until a call returns, its device work running.
+
+    A turn begins with an idle device and makes few calls, so that no launch waits for room in the queue.
+
+    Args:
+        streams: the CUDA stream of a side, where it is not the current one; switching is not timed.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(-1, rounds):  # the first warms up
+        for name, call in sides.items():
+            _wait()
+            with torch.cuda.stream((streams or {}).get(name)):
+                for _ in range(warmups if turn < 0 else calls):
+                    began = time.perf_counter()
+                    call()
+                    if turn >= 0:
+                        taken[name].append(time.perf_counter() - began)
+    _wait()
+    return {name: _timing(seconds) for name, seconds in taken.items()}
+
+
 def _timing(seconds: list[float]) -> Timing:
     low, _, high = statistics.quantiles(seconds, n=4)
     return Timing(statistics.median(seconds), low, high)
@@ -116,6 +145,23 @@ def _timing(seconds: list[float]) -> Timing:
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def read_bandwidth(device: torch.device, size: int = 2**30) -> float:
+    """Bytes per second of reading memory once, by the fastest of torch's reductions."""
+    if device.type == "cpu":
+        return 1e10
+    data = torch.randint(-8, 8, (size // 4,), dtype=torch.int32, device=device)
+    best = 0.0
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(10):
+            data.view(4096, -1).amax(1)
+        end.record()
+        end.synchronize()
+        best = max(best, 10 * size / (start.elapsed_time(end) / 1e3))
+    return best
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:

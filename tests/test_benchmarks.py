@@ -1,0 +1,141 @@
+"""The benchmarks of whole models, in their smallest configuration, and what bench_compare makes of faults."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `benchmarks` is not installed
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="sides that need CUDA say so here")
+
+TINY = ["--shapes", "tiny", "--compiler", "eager", "--rounds", "2"]
+SIDES = "eager,meta,piecewise,full"
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Importing a benchmark that starts cold moves the compilers' caches; afterwards they are back.
+
+    One thread, here and in children: on a busy machine, ops this small do little but wait for other threads.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(name: str, options: list[str], out: Path) -> dict[str, Any]:
+    """One benchmark's results, with what all of them have checked."""
+    benchmark = importlib.import_module(f"benchmarks.{name}")
+    assert benchmark.main([*TINY, *options, "--out", str(out)]) == 0
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert set(found) == {"env", "command", "rows", "marks"}
+    assert found["env"]["torch"] == torch.__version__
+    assert found["command"].startswith(f"python -m benchmarks.{name} ") and str(out) not in found["command"]
+    assert found["rows"]
+    for mark in found["marks"]:
+        assert set(mark) == {"name", "value", "limit", "met"}
+        assert mark["met"] == (mark["value"] <= mark["limit"])
+    return found
+
+
+def test_backend(tmp_path: Path) -> None:
+    options = ["--tokens", "1,8", "--max-tokens", "8", "--no-torch-compile"]
+    found = run("bench_backend", options, tmp_path / "out.json")
+    assert [row["tokens"] for row in found["rows"] if "tokens" in row] == [1, 8]
+    assert len(found["marks"]) == 3
+
+
+def test_decode(tmp_path: Path) -> None:
+    found = run("bench_decode", ["--batches", "1,4"], tmp_path / "out.json")
+    assert [row["batch"] for row in found["rows"] if "batch" in row] == [1, 4]
+    assert len(found["marks"]) == 2
+
+
+def test_host(tmp_path: Path) -> None:
+    found = run("bench_host", ["--tokens", "1,4"], tmp_path / "out.json")
+    modes = {(row["mode"], row["tokens"]): row for row in found["rows"]}
+    layers = 3
+    for tokens in (1, 4):
+        assert modes["full", tokens]["graphs"] == 1
+        assert modes["full", tokens]["attention_calls"] == 0
+        assert modes["piecewise", tokens]["graphs"] == layers + 1
+        assert modes["piecewise", tokens]["attention_calls"] == layers
+    for row in found["rows"]:
+        beyond = row["copied_us"] - 3.0 * row["graphs"] - row["attention_us"]
+        assert row["copied_beyond_us"] == pytest.approx(beyond)
+    assert found["marks"] == []  # stand-ins compute what graphs launch: host time says nothing here
+
+
+def test_compare(tmp_path: Path) -> None:
+    options = ["--tokens", "1,4", "--sides", SIDES]
+    found = run("bench_compare", options, tmp_path / "out.json")
+    kinds = {
+        kind: [row for row in found["rows"] if row["kind"] == kind] for kind in ("start", "ready", "forward")
+    }
+    assert [(row["side"], row["start"]) for row in kinds["start"]] == [("ours", "cold"), ("ours", "warm")]
+    assert all(row["ready"] == [1, 4] and row["traces"] == 1 for row in kinds["start"])
+    assert [row["side"] for row in kinds["ready"]] == SIDES.split(",")
+    timed = {(row["side"], row["tokens"]): row for row in kinds["forward"]}
+    assert set(timed) == {(side, tokens) for side in SIDES.split(",") for tokens in (1, 4)}
+    for (side, _), row in timed.items():
+        if side == "meta":
+            assert row["error"] == "needs CUDA"
+        else:
+            assert row["ms"] > 0 and row["host_us"] > 0 and row["over_floor"] > 0 and "error" not in row
+            assert row["difference_to_eager"] < 0.02  # bf16
+    report = importlib.import_module("benchmarks.compare_report")
+    assert "needs CUDA" in report.report(found["rows"])
+    assert "| tiny | 4 |" in report.markdown(found["rows"])
+
+
+def test_rows_of_other_shapes_stay_in_the_results(tmp_path: Path) -> None:
+    compare, out = importlib.import_module("benchmarks.bench_compare"), tmp_path / "out.json"
+
+    def start(kind: str, seconds: float) -> dict[str, Any]:
+        return {"kind": "start", "shape": "8b", "side": "ours", "start": kind, "compile_s": seconds}
+
+    compare._merge(out, "first", "8b", [start("cold", 9.0), start("warm", 1.0)])
+    compare._merge(out, "second", "1b", [{"kind": "forward", "shape": "1b", "side": "eager", "tokens": 1}])
+    compare._merge(out, "third", "8b", [start("cold", 7.0)])
+    found = json.loads(out.read_text())
+    assert found["command"] == "first; second; third"
+    assert [row["shape"] for row in found["rows"]] == ["1b", "8b"]
+    assert [(mark["value"], mark["limit"], mark["met"]) for mark in found["marks"]] == [(7.0, 8.0, True)]
+
+
+def test_rows_of_another_machine_do_not_stay(tmp_path: Path) -> None:
+    compare, out = importlib.import_module("benchmarks.bench_compare"), tmp_path / "out.json"
+    compare._merge(out, "first", "8b", [{"kind": "floor", "shape": "8b", "ms": 1.0}])
+    out.write_text(out.read_text().replace(torch.__version__, "1.0"))
+    compare._merge(out, "second", "1b", [{"kind": "floor", "shape": "1b", "ms": 1.0}])
+    found = json.loads(out.read_text())
+    assert (found["command"], [row["shape"] for row in found["rows"]]) == ("second", ["1b"])
+
+
+def test_a_side_that_takes_too_long_is_cut_off_with_what_it_said(tmp_path: Path) -> None:
+    compare = importlib.import_module("benchmarks.bench_compare")
+    rows, fault = compare._child(["--child", "steady", "--shape", "tiny"], tmp_path, patience=0.2)
+    assert (rows, fault) == ([], "cut off after 0 s")
+    child = importlib.import_module("benchmarks.compare_child")
+    assert child.parse('noise\n@row {"a": 1}\n@row {"b":') == [{"a": 1}]
+
+
+def test_token_counts_that_a_start_did_not_reach_are_not_tried_again() -> None:
+    compare = importlib.import_module("benchmarks.bench_compare")
+    options = compare._options(["--tokens", "1,4,64"])
+    late = {"start": "cold", "side": "compile", "ready": [4, 64], "error": "cut off after 9 s"}
+    fine = {"start": "cold", "side": "partition", "ready": [1, 4, 64]}
+    skipped = compare._skipped([late, fine], options)
+    assert skipped == {side: {1: "start: cut off after 9 s"} for side in ("compile", "raw", "meta")}
