@@ -177,13 +177,19 @@ def compile_segment(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Ca
     return standalone_compile(gm, list(inputs), dynamic_shapes=source, options={"config_patches": _PATCHES})
 
 
-def compile_exact(gm: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """Compile one segment for exactly the sizes of `inputs` (real tensors), with kernels tuned by trying."""
+def compile_exact(
+    gm: GraphModule, inputs: Sequence[Tensor], *, dependent_launches: bool = False
+) -> Callable[..., Any]:
+    """Compile one segment for exactly the sizes of `inputs` (real tensors), with kernels tuned by trying.
+
+    Args:
+        dependent_launches: let kernels start while the one before them ends (Hopper and later).
+    """
     from torch._inductor import config, standalone_compile
 
     patches = _PATCHES | {"coordinate_descent_tuning": True}
     if hasattr(config.triton, "enable_pdl"):
-        patches["triton.enable_pdl"] = True
+        patches["triton.enable_pdl"] = dependent_launches
     options = {"config_patches": patches}
     return standalone_compile(gm, list(inputs), dynamic_shapes="from_example_inputs", options=options)
 

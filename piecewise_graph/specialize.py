@@ -8,6 +8,12 @@ kernel that Inductor generates and kernels of ours do at different speeds. Which
 for each shape (linear_choice.py). All that takes seconds per size and distinct segment, so it has to be
 asked for.
 
+Note [Dependent launches need loads]
+A kernel that starts while the one before it ends waits for that one before it reads, and so is not done before
+that one is. Inductor's kernels that read nothing (they fill a tensor) do not wait: they may be done before the
+kernel before them, and whoever waits for them alone would read too early. Segments that fill anything are
+compiled without dependent launches.
+
 Note [The same answers]
 Such code is another compile of the same graph; before it may serve, it runs beside the code for all sizes on
 random inputs, and both have to agree within rounding. What disagrees, or does not compile, is not used, with
@@ -28,6 +34,7 @@ from torch.fx.node import map_arg
 from torch.nn import functional
 
 from piecewise_graph import _torch, facades
+from piecewise_graph.analysis import SegmentFacts
 from piecewise_graph.compiler import CompiledSegment, ExactCode
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.linear_choice import Choice, choose
@@ -78,7 +85,7 @@ def _make(
     began = time.perf_counter()
     try:
         given = _inputs(program, step, segment, bound, size)
-        run, linears = _compile(step.gm, given, cache_dir)
+        run, linears = _compile(step.gm, segment.facts, given, cache_dir)
         found = run(*given)
         expected = segment.run(*_inputs(program, step, segment, bound, size))
         why = None if _all_agree(segment, expected, found) else "differs"
@@ -95,14 +102,15 @@ def _make(
 
 
 def _compile(
-    gm: GraphModule, given: Sequence[Any], cache_dir: str | None
+    gm: GraphModule, facts: SegmentFacts, given: Sequence[Any], cache_dir: str | None
 ) -> tuple[Callable[..., Sequence[Tensor]], tuple[str, ...]]:
     """`gm` for exactly the sizes of `given`, and which kernels serve its linears."""
     exact, kept = _at_size(gm, given)
     tensors = [given[index] for index in kept]
     _torch.propagate(exact, tensors)
+    _drop_copies(exact.graph)
     linears = _choose_linears(exact, tensors, cache_dir)
-    run = _torch.compile_exact(exact, tensors)
+    run = _torch.compile_exact(exact, tensors, dependent_launches=not facts.fills)
     return (lambda *args: run(*[args[index] for index in kept])), linears
 
 
@@ -187,6 +195,14 @@ def _choose_linears(gm: GraphModule, inputs: Sequence[Tensor], cache_dir: str | 
     return tuple(
         f"{shape}: {choice.way} ({choice.times[choice.way]:.1f} us)" for shape, choice in found.items()
     )
+
+
+def _drop_copies(graph: Graph) -> None:
+    """Parts of a merged linear's result are copied to lie in one piece (merge_linears.py); of one row they do."""
+    for node in [n for n in graph.nodes if n.target is torch.clone and n.args[0].target is torch.narrow]:
+        if _torch.example_value(node.args[0]).is_contiguous():
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def _linear_arguments(node: Node) -> tuple[Node, Node, Node | None] | None:

@@ -103,9 +103,20 @@ class TestKernels:
     def test_every_candidate(self, tokens: int) -> None:
         x, weight, bias = operands(tokens, 192, 8192 if not INTERPRETED else 2048, DTYPES[0])
         plans = candidates(tokens, *weight.shape)
-        assert len(plans) >= 4
-        for plan in plans if not INTERPRETED else plans[::3]:
+        fitting = [plan for plan in plans[:: 3 if INTERPRETED else 1] if self.fits(x, weight, plan)]
+        assert len(fitting) >= 2
+        for plan in fitting:
             assert_right(x, weight, bias, list(plan))
+
+    def fits(self, x: Tensor, weight: Tensor, plan: Plan) -> bool:
+        """Some want more shared memory than there is, for many tokens; measuring passes them over."""
+        from triton.runtime.errors import OutOfResources
+
+        try:
+            linear_few(x, weight, None, plan)
+        except OutOfResources:
+            return False
+        return True
 
 
 @settings(max_examples=40, deadline=None)
@@ -161,6 +172,7 @@ class TestMeasuring:
         self, content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         _, weight, _ = operands(1, 512, 1024, torch.bfloat16)
+        monkeypatch.setattr(linear_choice, "_measured", {})
         linear_choice.choose(2, weight, None, str(tmp_path))
         (file,) = tmp_path.glob("*.linear")
         file.write_text(content)

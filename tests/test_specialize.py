@@ -80,8 +80,8 @@ def test_linears_are_replaced_where_another_kernel_is_faster(monkeypatch: pytest
 def test_code_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = _torch.compile_exact
 
-    def wrong(gm: Any, inputs: Sequence[Tensor]) -> Any:
-        run = honest(gm, inputs)
+    def wrong(gm: Any, inputs: Sequence[Tensor], **options: bool) -> Any:
+        run = honest(gm, inputs, **options)
         return lambda *args: [out * 1.5 for out in run(*args)]
 
     monkeypatch.setattr(_torch, "compile_exact", wrong)
@@ -95,7 +95,7 @@ def test_code_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_code_that_does_not_compile_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(gm: Any, inputs: Sequence[Tensor]) -> Any:
+    def broken(gm: Any, inputs: Sequence[Tensor], **options: bool) -> Any:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(_torch, "compile_exact", broken)
