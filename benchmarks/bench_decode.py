@@ -2,9 +2,10 @@
 
     python -m benchmarks.bench_decode
 
-Random bf16 weights; attention (our op, at a context of 128 tokens per request) and logits included. The floor
-is bytes of weights over the measured read bandwidth. Sides alternate in one process; device and host time of
-a frozen forward are told apart.
+Random bf16 weights; attention (our op, at a context of 128 tokens per request) and logits included. Parallel
+linears are merged, and batches of 1 and 32 have code for their exact size (`specialize`). The floor is
+bytes of weights over the measured read bandwidth. Sides alternate in one process; device and host time of a
+frozen forward are told apart.
 """
 
 from __future__ import annotations
@@ -125,9 +126,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--bandwidth", type=float, help="bytes per second, None = measured")
     parser.add_argument("--compiler", default="inductor")
+    parser.add_argument("--specialize", default="1,32", help="batches with code of their own; '' = none")
+    parser.add_argument("--no-merge", action="store_true", help="leave parallel linears apart")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_decode.json")
     options = parser.parse_args(given)
-    options.extra = {"compiler": options.compiler}
+    exact = [size for size in options.batches.split(",") if size in options.specialize.split(",")]
+    options.extra = {
+        "compiler": options.compiler,
+        "merge_linears": not options.no_merge,
+        "specialize": list(map(int, exact)),
+    }
     rows: list[dict[str, Any]] = []
     marks: list[Mark] = []
     for shape in options.shapes.split(","):

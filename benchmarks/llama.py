@@ -70,7 +70,8 @@ def random_model(shape: Shape, device: torch.device | str, attention: str) -> An
         **{"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192} | shape.config
     )
     config._attn_implementation = attention
-    with torch.device(device):
+    # Weights made in inference mode could not be moved, which merge_linears does.
+    with torch.device(device), torch.inference_mode(False):
         torch.set_default_dtype(torch.bfloat16)
         try:
             return LlamaForCausalLM(config).eval()

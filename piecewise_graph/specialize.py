@@ -9,10 +9,10 @@ for each shape (linear_choice.py). All that takes seconds per size and distinct 
 asked for.
 
 Note [Dependent launches need loads]
-A kernel that starts while the one before it ends waits for that one before it reads, and so is not done before
-that one is. Inductor's kernels that read nothing (they fill a tensor) do not wait: they may be done before the
-kernel before them, and whoever waits for them alone would read too early. Segments that fill anything are
-compiled without dependent launches.
+A kernel that starts while the one before it ends waits for that one before it reads, and so is not done
+before that one is. Inductor's kernels that read nothing (they fill a tensor) do not wait: they may be done
+before the kernel before them, and whoever waits for them alone would read too early. Segments that fill
+anything are compiled without dependent launches.
 
 Note [The same answers]
 Such code is another compile of the same graph; before it may serve, it runs beside the code for all sizes on
@@ -198,7 +198,7 @@ def _choose_linears(gm: GraphModule, inputs: Sequence[Tensor], cache_dir: str | 
 
 
 def _drop_copies(graph: Graph) -> None:
-    """Parts of a merged linear's result are copied to lie in one piece (merge_linears.py); of one row they do."""
+    """Parts of a merged result are copied, to lie in one piece (merge_linears.py); of one row they do."""
     for node in [n for n in graph.nodes if n.target is torch.clone and n.args[0].target is torch.narrow]:
         if _torch.example_value(node.args[0]).is_contiguous():
             node.replace_all_uses_with(node.args[0])

@@ -42,8 +42,8 @@ def fastest(
         generated: makes the linear that the compiler generates; None where it generates none.
 
     Returns:
-        way -> microseconds, the one to take first. A way is "library", "generated", or the fields of a `Plan`,
-        joined by spaces.
+        way -> microseconds, the one to take first. A way is "library", "generated", or the fields of a
+        `Plan`, joined by spaces.
     """
     ways: dict[str, Linear] = {"library": functional.linear}
     if generated is not None:
