@@ -187,11 +187,19 @@ def compile_exact(
     """
     from torch._inductor import config, standalone_compile
 
-    patches = _PATCHES | {"coordinate_descent_tuning": True}
-    if hasattr(config.triton, "enable_pdl"):
-        patches["triton.enable_pdl"] = dependent_launches
+    wanted = {
+        "coordinate_descent_tuning": True,
+        "combo_kernels": True,  # what several small kernels would do side by side, in one
+        "triton.enable_pdl": dependent_launches,
+    }
+    patches = _PATCHES | {name: value for name, value in wanted.items() if _has_option(config, name)}
     options = {"config_patches": patches}
     return standalone_compile(gm, list(inputs), dynamic_shapes="from_example_inputs", options=options)
+
+
+def _has_option(config: Any, name: str) -> bool:
+    first, _, rest = name.partition(".")
+    return hasattr(config, first) and (not rest or hasattr(getattr(config, first), rest))
 
 
 def propagate(gm: GraphModule, inputs: Sequence[Tensor]) -> None:

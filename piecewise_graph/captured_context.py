@@ -21,6 +21,7 @@ from piecewise_graph.context import ForwardContext
 from piecewise_graph.errors import ContextError
 
 Place = tuple[Any, ...]
+_ABSENT = object()
 _CONSTANTS = (int, float, str, bytes, type(None))
 _DEPTH = 4  # of objects in objects that are looked into
 
@@ -40,6 +41,7 @@ class CapturedContext:
     places: tuple[tuple[str, Tensor, Place], ...]
     inside: tuple[tuple[str, Tensor, Place], ...]
     kept: tuple[Tensor, ...]
+    asked: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, context: ForwardContext) -> CapturedContext:
@@ -62,6 +64,7 @@ class CapturedContext:
             tuple((name, tensor, _place(tensor)) for name, tensor in tensors),
             tuple((name, tensor, _place(tensor)) for name, tensor in inner),
             tuple(tensor.detach() for _, tensor in (*tensors, *inner)),
+            tuple(v.check_tokens for v in context.fields.values() if hasattr(v, "check_tokens")),
         )
 
     def check(self, now: ForwardContext, bucket: int, num_tokens: int, *, thorough: bool) -> None:
@@ -74,12 +77,14 @@ class CapturedContext:
         if len(found) != len(self.values):
             raise ContextError.changed(min(found.keys() ^ self.values.keys()), bucket, now.graph_key)
         for name, value in self.values.items():
-            if name not in found or not _is_same(found[name], value):
+            there = found.get(name, _ABSENT)
+            if there is not value and not _is_same(there, value):
                 raise ContextError.changed(name, bucket, now.graph_key)
         for name, tensor, place in (*self.places, *self.inside) if thorough else self.places:
             if _place(tensor) != place:
                 raise ContextError.moved(name, bucket, now.graph_key)
-        check_tokens(now, num_tokens)
+        for ask in self.asked:  # of the very objects that `found` was seen to hold
+            ask(num_tokens)
 
 
 def check_tokens(context: ForwardContext, num_tokens: int) -> None:

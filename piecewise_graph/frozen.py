@@ -162,6 +162,7 @@ class Frozen:
         self._example = tuple(leaves)
         self._names = leaf_names(compiled, structure, len(leaves))
         self._flat_forms: set[Hashable] = set()
+        self._constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
         self._plans: dict[Hashable, FrozenPlan] = {}
         model = getattr(compiled, "_model", None) or _torch.original_callable(compiled)
         self._module = model if isinstance(model, torch.nn.Module) else None
@@ -231,16 +232,6 @@ class Frozen:
             found = leaves[index]
             if found is not expected and (type(found) is not type(expected) or found != expected):
                 raise FreezeError.constant(self._names[index], found, expected)
-
-    @property
-    def _constants(self) -> tuple[tuple[int, Any], ...]:
-        cached = self.__dict__.get("_constant_leaves")
-        if cached is None:
-            cached = tuple(
-                (index, leaf) for index, leaf in enumerate(self._example) if not isinstance(leaf, Tensor)
-            )
-            self.__dict__["_constant_leaves"] = cached
-        return cached
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The caller's leaves in the example's order; remembers a call without containers."""

@@ -46,7 +46,8 @@ class Ready:
         """
         if self.context is not None:
             self.context.check(context, self.bucket, num_tokens, thorough=always or not self.checked)
-            self.checked[:] = [True]
+            if not self.checked:
+                self.checked.append(True)
             counters.add("full_replays")
 
     def stands_in(self, family: Family) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -53,6 +55,31 @@ def test_serves_every_token_count_without_dynamo(
         for count in (3, 4, 1, 2, 8, 5, 3, 8, 9):
             x = rows(count, device)
             assert_same(call(x), model(x))
+
+
+@pytest.mark.parametrize("asked", [{}, {"output_hidden_states": True}, {"return_dict": False}])
+def test_owned_outputs_are_whole_objects_of_their_own(asked: dict[str, bool], device: torch.device) -> None:
+    """They are made without the class's constructor; nothing that users do with them may tell."""
+    model = models.build("llama", device=device)
+    fast = pg.compile(model, compiler="eager", capture_sizes=[4])
+    call = pg.freeze(fast, **models.call("llama", models.random_ids(3, device=device)), **asked)
+    arguments = models.call("llama", models.random_ids(4, device=device)) | asked
+    call(**arguments)
+    first, second, wanted = call(**arguments), call(**arguments), model(**arguments)
+    assert type(first) is type(wanted) and repr(first).partition("(")[0] == repr(wanted).partition("(")[0]
+    found, other = torch.utils._pytree.tree_leaves(first), torch.utils._pytree.tree_leaves(second)
+    assert not {x.data_ptr() for x in found} & {x.data_ptr() for x in other}
+    for got, expected in zip(found, torch.utils._pytree.tree_leaves(wanted), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+    if not isinstance(wanted, tuple):
+        assert vars(first).keys() == vars(wanted).keys() and first.keys() == wanted.keys()
+        assert first.logits is first["logits"] is first[0] and first.past_key_values is None
+        assert len(first.to_tuple()) == len(wanted.to_tuple())
+        first["logits"] = second.logits
+        first.loss = second.logits.sum()
+        assert first.logits is second.logits and "loss" in first and "loss" not in second
+        assert copy.deepcopy(second).keys() == wanted.keys()
+        assert pickle.loads(pickle.dumps(second)).logits.equal(second.logits)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "bert"])
