@@ -209,7 +209,7 @@ def _placeholders(graph: Graph, layouts: Sequence[_Nodes]) -> Iterator[Node]:
         with graph.inserting_after(last):
             last = graph.placeholder(f"merged_{number}")
         values = [_torch.example_value(node) for node in nodes]
-        last.meta["example_value"] = _fake(values[0], (sum(map(len, values)), *values[0].shape[1:]))
+        last.meta["example_value"] = values[0].new_empty((sum(map(len, values)), *values[0].shape[1:]))
         others = [".".join(_name(node).split(".")[-2:]) for node in nodes[1:]]
         last.meta[MERGED_NAME] = " + ".join([_name(nodes[0]), *others])
         yield last
@@ -222,7 +222,7 @@ def _merge(graph: Graph, group: _Group, members: Sequence[Node], merged: Mapping
     with graph.inserting_before(first):
         operands = (_operands(first)[0], *(merged[nodes] for nodes in group.layouts))
         linear = graph.call_function(torch.nn.functional.linear, operands)
-        wide = linear.meta["example_value"] = _fake(value, (*value.shape[:-1], sum(rows)))
+        wide = linear.meta["example_value"] = value.new_empty((*value.shape[:-1], sum(rows)))
         for member, start, count in zip(members, accumulate(rows, initial=0), rows, strict=False):
             part = graph.call_function(torch.narrow, (linear, -1, start, count))
             part.meta["example_value"] = wide.narrow(-1, start, count)
@@ -231,7 +231,3 @@ def _merge(graph: Graph, group: _Group, members: Sequence[Node], merged: Mapping
             member.replace_all_uses_with(copy)
     for member in members:
         graph.erase_node(member)
-
-
-def _fake(like: Tensor, shape: Sequence[Any]) -> Tensor:
-    return torch.empty(shape, dtype=like.dtype, device=like.device)

@@ -4,9 +4,11 @@ Note [Who may be moved]
 A merge gives a parameter new memory, so whoever else holds the old memory (a state_dict that somebody keeps,
 a tied weight, graphs of another compiled model) would no longer see its updates. So a parameter is moved only
 if nobody else does: its storage is as large as it is, and has no other holder. Storages that were merged
-before are held by the parameters that lie in them and by at most one tensor over all of them (graphs hold
-that one, `_over`); these are known, and harmless where they do not overlap. What cannot be told is an address
-without a holder, such as a CUDA graph that somebody else captured.
+before are held by the parameters that lie in them and by the tensors over them that captured graphs hold
+(`_over`); these are known. Parameters that do not overlap are harmless. Graphs are where they hold this very
+layout: then one of its weights was replaced, as its user knows. They are not where they hold another one
+(weights that two models share), whose user knows nothing. What cannot be told is an address without a holder,
+such as a CUDA graph that somebody else captured.
 
 Note [Nothing is kept here]
 Merged tensors are found again from where the parameters lie, in every call that is no replay, and nothing
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -107,7 +109,7 @@ def joined(members: Sequence[Tensor]) -> Tensor:
     merged = side_by_side(members)
     if merged is None:
         for index, member in enumerate(members):
-            if reason := _immovable(member):
+            if reason := _immovable(member, members[:index], members):
                 raise Immovable(index, reason)
         with torch.inference_mode(False), torch.no_grad():
             merged = _lay(members)
@@ -170,14 +172,12 @@ def _forget(number: int, _: weakref.ref[Tensor]) -> None:
     _placed.pop(number, None)
 
 
-def _in_storage(storage: int) -> Iterator[Tensor]:
-    """The parameters known to lie in a merged storage."""
-    alive = [member for ref in list(_placed.values()) if (member := ref()) is not None]
-    return (member for member in alive if _torch.storage_id(member) == storage)
+def _immovable(member: Tensor, before: Sequence[Tensor], members: Sequence[Tensor]) -> str | None:
+    """Why a parameter must stay where it is (Note [Who may be moved]).
 
-
-def _immovable(member: Tensor) -> str | None:
-    """Why a parameter must stay where it is (Note [Who may be moved])."""
+    Args:
+        before: those of the layout's `members` whose rows come first.
+    """
     if member.is_inference():
         return "inference_tensor"
     if member.is_cuda and _torch.capturing():
@@ -187,11 +187,15 @@ def _immovable(member: Tensor) -> str | None:
     holders, storage = _torch.storage_holders(member), _torch.storage_id(member)
     if holders == 1 and member.untyped_storage().nbytes() == member.nbytes:
         return None
-    parameters = list(_in_storage(storage))
+    placed = [parameter for ref in list(_placed.values()) if (parameter := ref()) is not None]
+    parameters = [parameter for parameter in placed if _torch.storage_id(parameter) == storage]
     merged = [tensor for tensor in list(_over.values()) if _torch.storage_id(tensor) == storage]
-    overlap = any(other is not member and _overlap(other, member) for other in parameters)
     known = any(other is member for other in parameters) and holders == len(parameters) + len(merged)
-    return None if known and not overlap else "shared_storage"
+    overlap = any(other is not member and _overlap(other, member) for other in parameters)
+    start = member.data_ptr() - sum(other.nbytes for other in before)
+    ours = all((over.shape, over.data_ptr()) == (_shape(members), start) for over in merged)
+    foreign = merged and any(all(other is not one for one in members) for other in parameters)
+    return "shared_storage" if not known or overlap or not ours or foreign else None
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_generation import Generator
 from torch import Tensor, nn
 from torch.nn import functional as F
 from toys import COUNTS, SIZES, assert_same, compiled, ops, rows
@@ -165,6 +166,34 @@ def test_unmodified_models(name: str, device: torch.device) -> None:
             arguments = models.call(name, models.random_ids(count, device=device))
             found, wanted = models.rows(fast(**arguments)), models.rows(model(**arguments))
             torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def generated(device: torch.device, **options: Any) -> list[list[int]]:
+    model = models.build("llama", 2, device)
+    model.set_attn_implementation("piecewise-torch")
+    fast = pg.compile(model, compiler="aot_eager", capture_sizes=[1, 2, 4, 8], max_tokens=64, **options)
+    maker = Generator(fast, model.config, device=device, dtype=torch.float32, full=True)
+    with pg.counters.expect(merged_linears=10 if options else 0):
+        return maker.run([[5, 9, 2], [7] * 6, [3]], [6, 4, 7], stagger=1)
+
+
+def test_full_graphs_of_registered_attention(device: torch.device) -> None:
+    pg.register_attention("piecewise-torch", "torch")
+    assert generated(device, merge_linears=True) == generated(device)
+    counts = pg.counters.snapshot()
+    assert counts["full_replays"] > 0
+    assert counts["not_full"] == 0
+
+
+def test_conditions_on_sizes_are_those_of_the_model(device: torch.device) -> None:
+    contracts = []
+    for merge in (False, True):
+        model = models.build("llama", 2, device)
+        fast = pg.compile(model, compiler="eager", capture_sizes=[4], merge_linears=merge)
+        fast(**models.call("llama", models.random_ids(3, device=device)))
+        contracts.append(fast.family.runtimes[0].program.contract)
+    assert [str(c.guards) for c in contracts] == [str(contracts[0].guards)] * 2
+    assert contracts[0].ranges == contracts[1].ranges
 
 
 @settings(max_examples=12, deadline=None)
@@ -587,6 +616,48 @@ def test_two_merged_engines_share_the_memory(device: torch.device) -> None:
     pg.reset()
     agree(first, model, device)
     agree(second, model, device)
+
+
+def test_graphs_of_another_layout_keep_their_weights(device: torch.device) -> None:
+    """Two models share linears; the second would merge them with one more."""
+    a, b, c = (linear().to(device) for _ in range(3))
+    small, large = Parallel(a, b), Parallel(a, b, c)
+    call = pg.freeze(merged(small), rows(3, device))
+    agree(call, small, device)
+    fast = merged(large)
+    agree(fast, large, device)
+    assert apart(fast) == {"shared_storage": 1}
+    renew(large)
+    agree(call, small, device)
+    agree(fast, large, device)
+
+
+def test_replacing_a_weight_of_one_model_moves_none_of_another(device: torch.device) -> None:
+    b, c = linear().to(device), linear().to(device)
+    one, two = Parallel(linear().to(device), b, c), Parallel(linear(), b, c).to(device)
+    two.linears[0].weight = one.linears[0].weight
+    call, fast = pg.freeze(merged(one), rows(3, device)), merged(two, cuda_graphs="off")
+    agree(call, one, device)
+    agree(fast, two, device)
+    replace_parameter(two.linears[0])
+    with pytest.raises(MergedWeightsError, match="shared_storage"):
+        fast(rows(3, device))
+    renew(two)
+    agree(call, one, device)
+    del call
+    gc.collect()
+    agree(fast, two, device)
+
+
+def test_weights_go_from_one_layout_to_another_where_no_graph_holds_them(device: torch.device) -> None:
+    a, b, c = (linear().to(device) for _ in range(3))
+    first = merged(Parallel(a, b), cuda_graphs="off")
+    agree(first, Parallel(a, b), device)
+    second = merged(Parallel(b, c), cuda_graphs="off")
+    for _ in range(2):
+        agree(second, Parallel(b, c), device)
+        agree(first, Parallel(a, b), device)
+    assert groups(first) == groups(second) == {"0+1": 1}
 
 
 def test_copies_of_a_model_are_models_of_their_own(device: torch.device) -> None:
