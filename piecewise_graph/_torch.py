@@ -325,21 +325,12 @@ def has_unknown_size(tensor: Tensor) -> bool:
     return any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in symbols)
 
 
-@contextmanager
-def python_dispatcher() -> Iterator[None]:
-    """Let operations on fake tensors keep symbolic sizes, as Dynamo runs them."""
-    from torch._dispatch.python import enable_python_dispatcher
-
-    with enable_python_dispatcher():
-        yield
-
-
 def storage_holders(tensor: Tensor) -> int:
     """How many tensors, and storage objects of Python, hold the storage of `tensor`: 1 where it is alone.
 
     Looking makes holders too, and how they count depends on the version; a new tensor tells how.
     """
-    return _references(tensor) - _references(torch.empty(1)) + 1
+    return _references(tensor) - _references(torch.empty(1, device="cpu")) + 1
 
 
 def _references(tensor: Tensor) -> int:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from piecewise_graph import _torch
 
+# Where a placeholder of a graph that stands for several weights keeps its name.
+MERGED_NAME = "piecewise_merged_name"
+
 
 def describe(tensor: Tensor) -> str:
     """`float32[3, 8] on cpu`."""

@@ -187,7 +187,7 @@ class MergedWeightsError(PiecewiseError):
     @classmethod
     def changed(cls, name: str, found: object, expected: object) -> MergedWeightsError:
         return cls(
-            f"the trace was compiled for {name} of shape and dtype {expected}; it has {found}.",
+            f"the trace was compiled for {name} of {expected}; it has {found}.",
             "call the compiled model rather than a frozen callable, so that it is traced anew.",
         )
 

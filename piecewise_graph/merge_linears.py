@@ -10,7 +10,7 @@ nothing between them writes, switches a mode or cuts the graph: linears of one r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -20,15 +20,16 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from piecewise_graph import _torch
-from piecewise_graph.call_names import readable_source
-from piecewise_graph.merged_weights import Layout, Merge, find_fault, lay, side_by_side
+from piecewise_graph.call_names import MERGED_NAME, readable_source
+from piecewise_graph.merged_weights import Immovable, Layout, Merge, joined, side_by_side
 from piecewise_graph.shapes import TensorSpec
-from piecewise_graph.split_graph import MERGED_NAME
 from piecewise_graph.splitting_ops import may_write, splitting_op_of
 from piecewise_graph.telemetry import counters
 
 # Kernels read weights in pieces of 16 bytes, and are compiled for addresses that allow it.
 _ALIGNMENT = 16
+
+_Nodes = tuple[Node, ...]
 
 
 def merge_linears(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[GraphModule, Merge]:
@@ -42,11 +43,23 @@ def merge_linears(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[Graph
     Returns:
         the graph to compile, which takes one more argument per layout of the second result.
     """
-    merging = _Merging(gm, example_inputs)
-    for group in _groups(gm, merging.given):
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    given = dict(zip(placeholders, example_inputs, strict=True))
+    weights = {node: value for node, value in given.items() if _is_weight(node, value)}
+    merging = _Merging(weights)
+    for group in _groups(gm, weights):
         merging.add(group)
-    merging.finish()
-    return merging.graph_module(), merging.summary()
+    layouts = list(dict.fromkeys(nodes for group in merging.groups for nodes in group.layouts))
+    merge = Merge(
+        tuple(_layout(nodes, weights, placeholders) for nodes in layouts),
+        dict(Counter("+".join(map(_module_name, group.weights)) for group in merging.groups)),
+        sum(len(group.linears) for group in merging.groups),
+        dict(merging.apart),
+    )
+    counters.add("merged_linears", merge.linears)
+    if merging.moved:
+        torch.cuda.empty_cache()  # the memory that the weights had is of sizes that nobody else asks for
+    return _rewritten(gm, merging.groups, layouts) if layouts else gm, merge
 
 
 @dataclass
@@ -62,28 +75,23 @@ class _Group:
     biases: list[Node] = field(default_factory=list)
 
     @property
-    def layouts(self) -> list[tuple[Node, ...]]:
+    def layouts(self) -> list[_Nodes]:
         return [tuple(nodes) for nodes in (self.weights, self.biases) if nodes]
 
 
-def _groups(gm: GraphModule, given: dict[Node, Tensor]) -> list[_Group]:
-    """All groups of at least two.
-
-    Args:
-        given: placeholder -> the parameter that it stands for.
-    """
+def _groups(gm: GraphModule, weights: Mapping[Node, Tensor]) -> list[_Group]:
+    """All groups of at least two linears."""
     found: dict[tuple[Any, ...], _Group] = {}
     region = 0
     for node in gm.graph.nodes:
         region += _ends_region(node)
         x, weight, bias = _operands(node)
-        kinds = [_kind(operand, given) for operand in (weight, bias)]
-        if not isinstance(x, Node) or kinds[0] is None or (bias is not None and kinds[1] is None):
-            continue
-        group = found.setdefault((x, region, *kinds), _Group())
-        group.linears.append(node)
-        group.weights.append(weight)
-        group.biases += [] if bias is None else [bias]
+        kind = _kind(weight, weights, 2), bias is not None and _kind(bias, weights, 1)
+        if isinstance(x, Node) and None not in kind:
+            group = found.setdefault((x, region, kind), _Group())
+            group.linears.append(node)
+            group.weights.append(weight)
+            group.biases += [] if bias is None else [bias]
     return [group for group in found.values() if len(group.linears) > 1]
 
 
@@ -101,94 +109,55 @@ def _operands(node: Node) -> tuple[Any, Any, Any]:
     return named["input"], named["weight"], named.get("bias")
 
 
-def _kind(operand: Any, given: dict[Node, Tensor]) -> tuple[Any, ...] | None:
-    """What the parameters of a group have in common; None for what is no parameter."""
-    value = given.get(operand) if isinstance(operand, Node) else None
-    if value is None or not value.is_floating_point() or not value.is_contiguous() or value.numel() == 0:
+def _kind(operand: Any, weights: Mapping[Node, Tensor], dims: int) -> tuple[Any, ...] | None:
+    """What the parameters of a group have in common; None for what cannot be merged at all."""
+    value = weights.get(operand)
+    if value is None or value.dim() != dims or value.numel() == 0:
         return None
-    return (value.dtype, value.device, *value.shape[1:])
+    mergeable = value.is_floating_point() and value.is_contiguous()
+    return (value.dtype, value.device, value.shape[1:]) if mergeable else None
 
 
 class _Merging:
-    """One pass: takes groups one by one, moves their weights, then rewrites a copy of the graph."""
+    """Takes groups one by one, so that no more than one group's weights exist twice at a time."""
 
-    def __init__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
-        self.gm = gm
-        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        pairs = list(zip(placeholders, example_inputs, strict=True))
-        self.index = {node: index for index, node in enumerate(placeholders)}
-        self.given = {node: value for node, value in pairs if _is_weight(node, value)}
-        self.layout_of: dict[Node, tuple[Node, ...]] = {}
+    def __init__(self, weights: Mapping[Node, Tensor]) -> None:
+        self.weights = weights
+        self.layout_of: dict[Node, _Nodes] = {}
         self.groups: list[_Group] = []
         self.apart: Counter[str] = Counter()
-        self.moved: set[torch.device] = set()
+        self.moved = False
 
     def add(self, group: _Group) -> None:
         """Merge the weights of a group, or count why not."""
-        reason = self._fault(group) or self._move(group)
+        reason = self._fault(group) or self._join(group)
         if reason is not None:
             self.apart[reason] += 1
             counters.unmerged(reason)
             return
         self.groups.append(group)
-        self.layout_of.update((node, layout) for layout in group.layouts for node in layout)
-
-    def finish(self) -> None:
-        counters.add("merged_linears", sum(len(group.linears) for group in self.groups))
-        if any(device.type == "cuda" for device in self.moved):
-            torch.cuda.empty_cache()  # the memory that the weights had is of sizes that nobody else asks for
+        self.layout_of.update((node, nodes) for nodes in group.layouts for node in nodes)
 
     def _fault(self, group: _Group) -> str | None:
-        for layout in group.layouts:
-            known = {self.layout_of.get(node) for node in layout}
-            if len(set(layout)) < len(layout) or known not in ({None}, {layout}):
+        for nodes in group.layouts:
+            known = {self.layout_of.get(node) for node in nodes}
+            if len(set(nodes)) < len(nodes) or known not in ({None}, {nodes}):
                 return "weight_used_twice"
-            sizes = [self.given[node].nbytes for node in layout]
-            if any(start % _ALIGNMENT for start in accumulate(sizes[:-1])):
+            if any(start % _ALIGNMENT for start in accumulate(self.weights[n].nbytes for n in nodes[:-1])):
                 return "unaligned"
-            if any(_operands(user)[0] is None for node in layout for user in node.users):
+            if any(_operands(user)[0] is None for node in nodes for user in node.users):
                 return "weight_read_elsewhere"
-        if any(not _is_plain(_torch.example_value(node)) for node in group.linears):
-            return "strided_output"
-        faults = (find_fault([self.given[node] for node in layout]) for layout in group.layouts)
-        return next((fault.reason for fault in faults if fault is not None), None)
+        plain = all(_is_plain(_torch.example_value(node)) for node in group.linears)
+        return None if plain else "strided_output"
 
-    def _move(self, group: _Group) -> str | None:
+    def _join(self, group: _Group) -> str | None:
         try:
-            for members in [[self.given[node] for node in layout] for layout in group.layouts]:
-                if side_by_side(members) is None:
-                    lay(members)
-                    self.moved.add(members[0].device)
-        except (torch.OutOfMemoryError, MemoryError):
-            return "no_room"
-        except RuntimeError as error:
-            if "alloc" not in str(error):  # the CPU's allocator has no error of its own
-                raise
-            return "no_room"
+            for members in [[self.weights[node] for node in nodes] for nodes in group.layouts]:
+                self.moved |= members[0].is_cuda and side_by_side(members) is None
+                joined(members)
+        except Immovable as fault:
+            return fault.reason
         return None
-
-    def graph_module(self) -> GraphModule:
-        if not self.groups:
-            return self.gm
-        return _Rewriting(self.gm, self.groups, self._distinct()).run()
-
-    def _distinct(self) -> list[tuple[Node, ...]]:
-        return list(dict.fromkeys(layout for group in self.groups for layout in group.layouts))
-
-    def summary(self) -> Merge:
-        layouts = tuple(map(self._layout, self._distinct()))
-        labels = Counter("+".join(map(_module_name, group.weights)) for group in self.groups)
-        linears = sum(len(group.linears) for group in self.groups)
-        return Merge(layouts, dict(labels), linears, dict(self.apart))
-
-    def _layout(self, nodes: tuple[Node, ...]) -> Layout:
-        values = [self.given[node] for node in nodes]
-        return Layout(
-            tuple(self.index[node] for node in nodes),
-            tuple(map(_name, nodes)),
-            tuple(tuple(value.shape) for value in values),
-            values[0].dtype,
-        )
 
 
 def _is_weight(node: Node, value: Any) -> bool:
@@ -205,6 +174,12 @@ def _is_plain(value: Any) -> bool:
     return list(spec.stride) == steps[::-1]
 
 
+def _layout(nodes: _Nodes, weights: Mapping[Node, Tensor], arguments: Sequence[Node]) -> Layout:
+    shapes = tuple(tuple(weights[node].shape) for node in nodes)
+    first = weights[nodes[0]]
+    return Layout(tuple(map(arguments.index, nodes)), tuple(map(_name, nodes)), shapes, first.dtype)
+
+
 def _name(node: Node) -> str:
     return readable_source(_torch.placeholder_source(node)[0])
 
@@ -214,60 +189,45 @@ def _module_name(node: Node) -> str:
     return _name(node).split(".")[-2:][0]
 
 
-class _Rewriting:
-    """Makes a copy of the graph, with merged linears, in which nodes keep what Dynamo knows about them."""
+def _rewritten(gm: GraphModule, groups: Sequence[_Group], layouts: Sequence[_Nodes]) -> GraphModule:
+    """A copy of the graph with merged linears, whose nodes keep what Dynamo knows about them."""
+    graph, copies, mode = Graph(), dict[Node, Node](), _torch.fake_mode_of(gm)
+    output = graph.output(graph.graph_copy(gm.graph, copies))
+    output.meta = dict(next(iter(reversed(gm.graph.nodes))).meta)
+    with mode:  # type: ignore[union-attr]  # a graph with weights has one
+        merged = dict(zip(layouts, _placeholders(graph, layouts), strict=True))
+        for group in groups:
+            _merge(graph, group, [copies[node] for node in group.linears], merged)
+    graph.lint()
+    return GraphModule(gm, graph)
 
-    def __init__(self, gm: GraphModule, groups: list[_Group], layouts: list[tuple[Node, ...]]) -> None:
-        self.gm, self.groups, self.layouts = gm, groups, layouts
-        self.mode: Any = _torch.fake_mode_of(gm)
-        self.graph = Graph()
-        self.copies: dict[Node, Node] = {}
 
-    def run(self) -> GraphModule:
-        returned = self.graph.graph_copy(self.gm.graph, self.copies)
-        output = self.graph.output(returned)
-        output.meta = dict(next(iter(reversed(self.gm.graph.nodes))).meta)
-        merged = dict(zip(self.layouts, self._placeholders(), strict=True))
-        for group in self.groups:
-            weight, *bias = (merged[layout] for layout in group.layouts)
-            self._merge(group, weight, bias[0] if bias else None)
-        self.graph.lint()
-        return GraphModule(self.gm, self.graph)
+def _placeholders(graph: Graph, layouts: Sequence[_Nodes]) -> Iterator[Node]:
+    """One argument per layout, after those that Dynamo passes."""
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for number, nodes in enumerate(layouts):
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"merged_{number}")
+        values = [_torch.example_value(node) for node in nodes]
+        last.meta["example_value"] = values[0].new_empty((sum(map(len, values)), *values[0].shape[1:]))
+        others = [".".join(_name(node).split(".")[-2:]) for node in nodes[1:]]
+        last.meta[MERGED_NAME] = " + ".join([_name(nodes[0]), *others])
+        yield last
 
-    def _placeholders(self) -> Iterator[Node]:
-        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
-        for number, layout in enumerate(self.layouts):
-            with self.graph.inserting_after(last):
-                last = self.graph.placeholder(f"merged_{number}")
-            values = [_torch.example_value(node) for node in layout]
-            shape = (sum(len(value) for value in values), *values[0].shape[1:])
-            last.meta["example_value"] = self._fake(values[0], shape)
-            names = [_name(layout[0]), *(".".join(_name(node).split(".")[-2:]) for node in layout[1:])]
-            last.meta[MERGED_NAME] = " + ".join(names)
-            yield last
 
-    def _merge(self, group: _Group, weight: Node, bias: Node | None) -> None:
-        members = [self.copies[node] for node in group.linears]
-        first = members[0]
-        rows = [len(_torch.example_value(node)) for node in group.weights]
-        with self.graph.inserting_before(first):
-            x = _operands(first)[0]
-            linear = self._call(torch.nn.functional.linear, x, weight, bias)
-            value = _torch.example_value(first)
-            linear.meta["example_value"] = self._fake(value, (*value.shape[:-1], sum(rows)))
-            for member, start, count in zip(members, accumulate(rows, initial=0), rows, strict=False):
-                part = self._call(torch.narrow, linear, -1, start, count)
-                with self.mode, _torch.python_dispatcher():
-                    part.meta["example_value"] = torch.narrow(_torch.example_value(linear), -1, start, count)
-                copy = self._call(torch.clone, part, memory_format=torch.contiguous_format)
-                copy.meta = dict(member.meta)
-                member.replace_all_uses_with(copy)
-        for member in members:
-            self.graph.erase_node(member)
-
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        return self.graph.call_function(target, args, kwargs)
-
-    def _fake(self, like: Tensor, shape: Sequence[Any]) -> Tensor:
-        with self.mode, _torch.python_dispatcher():
-            return torch.empty(shape, dtype=like.dtype, device=like.device)
+def _merge(graph: Graph, group: _Group, members: Sequence[Node], merged: Mapping[_Nodes, Node]) -> None:
+    """Replace `members`, the linears of `group`, by one (Note [What a merge leaves as it was])."""
+    first = members[0]
+    value, rows = _torch.example_value(first), [len(_torch.example_value(node)) for node in group.weights]
+    with graph.inserting_before(first):
+        operands = (_operands(first)[0], *(merged[nodes] for nodes in group.layouts))
+        linear = graph.call_function(torch.nn.functional.linear, operands)
+        wide = linear.meta["example_value"] = value.new_empty((*value.shape[:-1], sum(rows)))
+        for member, start, count in zip(members, accumulate(rows, initial=0), rows, strict=False):
+            part = graph.call_function(torch.narrow, (linear, -1, start, count))
+            part.meta["example_value"] = wide.narrow(-1, start, count)
+            copy = graph.call_function(torch.clone, (part,), {"memory_format": torch.contiguous_format})
+            copy.meta = dict(member.meta)
+            member.replace_all_uses_with(copy)
+    for member in members:
+        graph.erase_node(member)

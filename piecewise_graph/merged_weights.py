@@ -4,9 +4,11 @@ Note [Who may be moved]
 A merge gives a parameter new memory, so whoever else holds the old memory (a state_dict that somebody keeps,
 a tied weight, graphs of another compiled model) would no longer see its updates. So a parameter is moved only
 if nobody else does: its storage is as large as it is, and has no other holder. Storages that were merged
-before are held by the parameters that lie in them and by at most one tensor over all of them (graphs hold
-that one, `_over`); these are known, and harmless where they do not overlap. What cannot be told is an address
-without a holder, such as a CUDA graph that somebody else captured.
+before are held by the parameters that lie in them and by the tensors over them that captured graphs hold
+(`_over`); these are known. Parameters that do not overlap are harmless. Graphs are where they hold this very
+layout: then one of its weights was replaced, as its user knows. They are not where they hold another one
+(weights that two models share), whose user knows nothing. What cannot be told is an address without a holder,
+such as a CUDA graph that somebody else captured.
 
 Note [Nothing is kept here]
 Merged tensors are found again from where the parameters lie, in every call that is no replay, and nothing
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -62,12 +64,12 @@ class Merge:
     apart: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Why parameters cannot be laid side by side: which of them, and a reason to count."""
+class Immovable(Exception):
+    """A parameter must stay where it is: which, and a reason to count. Never reaches a user."""
 
-    member: int
-    reason: str
+    def __init__(self, member: int, reason: str) -> None:
+        super().__init__(reason)
+        self.member, self.reason = member, reason
 
 
 # Parameters that lie in merged storages, by id; and the tensor over all rows of one, while somebody uses it.
@@ -89,20 +91,33 @@ def with_merged(args: Sequence[Any], layouts: Sequence[Layout]) -> Sequence[Any]
 def _merged(args: Sequence[Any], layout: Layout) -> Tensor:
     members = [args[index] for index in layout.members]
     for member, name, shape in zip(members, layout.names, layout.shapes, strict=True):
-        if (tuple(member.shape), member.dtype) != (shape, layout.dtype):
-            found, expected = (tuple(member.shape), member.dtype), (shape, layout.dtype)
-            raise MergedWeightsError.changed(name, found, expected)
+        found, expected = (tuple(member.shape), member.dtype), (shape, layout.dtype)
+        if found != expected or member.device != members[0].device:
+            raise MergedWeightsError.changed(name, (*found, member.device), (*expected, members[0].device))
+    try:
+        return joined(members)
+    except Immovable as fault:
+        raise MergedWeightsError.stays(layout.names[fault.member], fault.reason) from None
+
+
+def joined(members: Sequence[Tensor]) -> Tensor:
+    """The tensor whose rows are those of `members`, in their order; they are moved there if need be.
+
+    Raises:
+        Immovable: one of them must stay where it is, or the memory does not suffice. Nothing has changed.
+    """
     merged = side_by_side(members)
     if merged is None:
-        fault = find_fault(members)
-        if fault is not None:
-            raise MergedWeightsError.stays(layout.names[fault.member], fault.reason)
-        merged = lay(members)
+        for index, member in enumerate(members):
+            if reason := _immovable(member, members[:index], members):
+                raise Immovable(index, reason)
+        with torch.inference_mode(False), torch.no_grad():
+            merged = _lay(members)
     return merged
 
 
 def side_by_side(members: Sequence[Tensor]) -> Tensor | None:
-    """The tensor whose rows are those of `members`, in their order; None where they lie otherwise."""
+    """The tensor whose rows are those of `members`, in their order; None where they lie apart."""
     first = members[0]
     storage, address = _torch.storage_id(first), first.data_ptr()
     for member in members:
@@ -116,51 +131,35 @@ def side_by_side(members: Sequence[Tensor]) -> Tensor | None:
     merged = _over.get(key)
     if merged is None:
         with torch.inference_mode(False), torch.no_grad():  # set_ makes no view of a parameter, whose
-            empty = torch.empty(0, dtype=first.dtype, device=first.device)  # holders could not be counted
+            empty = _allocate((0,), first)  # holders could not be counted
             merged = empty.set_(first.untyped_storage(), first.storage_offset(), shape, stride)
         _know(members, merged)
     return merged
 
 
-def find_fault(members: Sequence[Tensor]) -> Fault | None:
-    """Why `members` cannot be laid side by side, unless they are."""
-    if side_by_side(members) is not None:
-        return None
-    reasons = ((index, _immovable(member)) for index, member in enumerate(members))
-    return next((Fault(index, reason) for index, reason in reasons if reason is not None), None)
-
-
-def lay(members: Sequence[Tensor]) -> Tensor:
-    """Copy `members` into one new tensor and let each be a view of it; call it where `find_fault` finds none.
-
-    Nothing has changed where the memory does not suffice.
-    """
-    merged = side_by_side(members)
-    if merged is not None:
-        return merged
-    with torch.inference_mode(False), torch.no_grad():
-        merged = _allocate(members)
-        rows = merged.split([len(member) for member in members])
-        for member, part in zip(members, rows, strict=True):
-            part.copy_(member)
-        _wait(merged)  # other streams may still read the old memory, and may read the new one from now on
-        for member, part in zip(members, rows, strict=True):
-            member.data = part
+def _lay(members: Sequence[Tensor]) -> Tensor:
+    """Copy `members` into one new tensor and let each be a view of it."""
+    try:
+        merged = _allocate(_shape(members), members[0])
+    except (RuntimeError, MemoryError) as error:  # the CPU's allocator has no error of its own
+        raise Immovable(0, "no_room") from error
+    rows = merged.split([len(member) for member in members])
+    for member, part in zip(members, rows, strict=True):
+        part.copy_(member)
+    if merged.is_cuda:  # other streams may still read the old memory, and may read the new from now on
+        torch.cuda.synchronize(merged.device)
+    for member, part in zip(members, rows, strict=True):
+        member.data = part
     _know(members, merged)
     return merged
 
 
-def _allocate(members: Sequence[Tensor]) -> Tensor:
-    return torch.empty(_shape(members), dtype=members[0].dtype, device=members[0].device)
+def _allocate(shape: Sequence[int], like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def _shape(members: Sequence[Tensor]) -> tuple[int, ...]:
     return (sum(map(len, members)), *members[0].shape[1:])
-
-
-def _wait(tensor: Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
 
 
 def _know(members: Sequence[Tensor], merged: Tensor) -> None:
@@ -173,14 +172,12 @@ def _forget(number: int, _: weakref.ref[Tensor]) -> None:
     _placed.pop(number, None)
 
 
-def _in_storage(storage: int) -> Iterator[Tensor]:
-    """The parameters known to lie in a merged storage."""
-    alive = [member for ref in list(_placed.values()) if (member := ref()) is not None]
-    return (member for member in alive if _torch.storage_id(member) == storage)
+def _immovable(member: Tensor, before: Sequence[Tensor], members: Sequence[Tensor]) -> str | None:
+    """Why a parameter must stay where it is (Note [Who may be moved]).
 
-
-def _immovable(member: Tensor) -> str | None:
-    """Why a parameter must stay where it is (Note [Who may be moved])."""
+    Args:
+        before: those of the layout's `members` whose rows come first.
+    """
     if member.is_inference():
         return "inference_tensor"
     if member.is_cuda and _torch.capturing():
@@ -190,11 +187,15 @@ def _immovable(member: Tensor) -> str | None:
     holders, storage = _torch.storage_holders(member), _torch.storage_id(member)
     if holders == 1 and member.untyped_storage().nbytes() == member.nbytes:
         return None
-    parameters = list(_in_storage(storage))
+    placed = [parameter for ref in list(_placed.values()) if (parameter := ref()) is not None]
+    parameters = [parameter for parameter in placed if _torch.storage_id(parameter) == storage]
     merged = [tensor for tensor in list(_over.values()) if _torch.storage_id(tensor) == storage]
-    overlap = any(other is not member and _overlap(other, member) for other in parameters)
     known = any(other is member for other in parameters) and holders == len(parameters) + len(merged)
-    return None if known and not overlap else "shared_storage"
+    overlap = any(other is not member and _overlap(other, member) for other in parameters)
+    start = member.data_ptr() - sum(other.nbytes for other in before)
+    ours = all((over.shape, over.data_ptr()) == (_shape(members), start) for over in merged)
+    foreign = merged and any(all(other is not one for one in members) for other in parameters)
+    return "shared_storage" if not known or overlap or not ours or foreign else None
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

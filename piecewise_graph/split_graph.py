@@ -13,9 +13,6 @@ from torch.fx import GraphModule
 from piecewise_graph.shapes import TensorSpec
 from piecewise_graph.splitting_ops import SplittingOp
 
-# Where a placeholder that stands for several weights keeps its name.
-MERGED_NAME = "piecewise_merged_name"
-
 
 @dataclass(frozen=True)
 class Ref:

@@ -25,19 +25,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from piecewise_graph import _torch
-from piecewise_graph.call_names import readable_source
+from piecewise_graph.call_names import MERGED_NAME, readable_source
 from piecewise_graph.shapes import TensorSpec, is_scalar
-from piecewise_graph.split_graph import (
-    MERGED_NAME,
-    Input,
-    OpCall,
-    OpStep,
-    Ref,
-    SegmentStep,
-    Size,
-    SplitGraph,
-    Step,
-)
+from piecewise_graph.split_graph import Input, OpCall, OpStep, Ref, SegmentStep, Size, SplitGraph, Step
 from piecewise_graph.splitting_ops import leaked_op, may_write, op_overload, splitting_op_of
 
 

@@ -57,7 +57,7 @@ def test_serves_every_token_count_without_dynamo(
             assert_same(call(x), model(x))
 
 
-@pytest.mark.parametrize("asked", [{}, {"output_hidden_states": True}, {"return_dict": False}])
+@pytest.mark.parametrize("asked", [{}, {"return_dict": False}])
 def test_owned_outputs_are_whole_objects_of_their_own(asked: dict[str, bool], device: torch.device) -> None:
     """They are made without the class's constructor; nothing that users do with them may tell."""
     model = models.build("llama", device=device)

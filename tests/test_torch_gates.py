@@ -447,6 +447,33 @@ def test_storage_identity_follows_views(device: torch.device) -> None:
     assert _torch.storage_id(real) == _torch.storage_id(real.view(-1)[3:])
 
 
+def test_everybody_who_holds_a_storage_is_counted(device: torch.device) -> None:
+    alone = nn.Parameter(torch.randn(8, 8, device=device))
+    assert _torch.storage_holders(alone) == _torch.storage_holders(alone) == 1
+    for hold in (Tensor.detach, lambda t: t.data, lambda t: t[2:], Tensor.untyped_storage, Tensor.t):
+        held = hold(alone)
+        assert _torch.storage_holders(alone) > 1
+        del held
+        assert _torch.storage_holders(alone) == 1
+    other = torch.empty(0, device=device).set_(alone.untyped_storage(), 0, (64,))
+    assert _torch.storage_holders(alone) == _torch.storage_holders(other) == 2
+    del alone
+    assert _torch.storage_holders(other) == 1
+
+
+def test_holders_are_counted_inside_of_a_backend(device: torch.device) -> None:
+    model, found = Small().to(device), []
+    trace(model, torch.ones(3, 8, device=device), look=lambda _: found.append(holders(model)))
+    held = model.linear.weight.detach()
+    assert found == [[1, 1]]
+    assert holders(model) == [2, 1]
+    del held
+
+
+def holders(model: nn.Module) -> list[int]:
+    return [_torch.storage_holders(p) for p in model.parameters()]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_weak_alias_is_the_same_memory_without_owning_it(dtype: torch.dtype, device: torch.device) -> None:
     base = torch.zeros(6, 8, device=device, dtype=dtype)
@@ -534,6 +561,7 @@ def test_bodies_of_higher_order_ops_are_found() -> None:
     gm = trace(model, torch.ones(3)).gm
     names = [str(node.target) for node in gm.graph.nodes if node.op == "get_attr"]
     assert len(list(_torch.inner_graphs(gm, names))) == 2
+    assert [node.op for node in gm.graph.nodes if _torch.is_higher_order(node.target)] == ["call_function"]
     assert list(_torch.inner_graphs(gm, ["no_such_name"])) == []
 
 
