@@ -239,7 +239,8 @@ class _Recording:
     def _segment(self, step: SegmentStep, segment: CompiledSegment) -> None:
         fault = self.verdicts.get((segment.key, self.bucket))
         if not segment.facts.computes:
-            outputs = segment.run(*map(self._value, step.inputs))  # views and allocations: made once
+            # views and allocations: made once
+            outputs = self._filling(step, segment)(*map(self._value, step.inputs))
             self.keep.extend(outputs)
             self.values.update(zip(step.outputs, outputs, strict=True))
         elif fault is not None and self.unpaddable is None:
@@ -247,12 +248,32 @@ class _Recording:
             elements = tuple(enumerate(step.outputs))
             self._late(LateCall(segment.run, step.inputs, {}, elements, padded=False))
         else:
-            replay, outputs = self.pool.capture(segment.run, [self._value(item) for item in step.inputs])
+            run = self._filling(step, segment)
+            replay, outputs = self.pool.capture(run, [self._value(item) for item in step.inputs])
             self.graphs += 1
             self.entries.append(replay)
             for slot, output in zip(step.outputs, outputs, strict=True):
                 self.owned[slot] = output
                 self.values[slot] = _torch.weak_alias(output) if output.is_cuda else output
+
+    def _filling(self, step: SegmentStep, segment: CompiledSegment) -> Callable[..., Sequence[Tensor]]:
+        """The segment, with zeros in the integers that it leaves to a splitting op to fill.
+
+        The op fills live rows only, and the next segment may look up what lies in the others.
+        """
+        specs = [self.program.split.specs[slot] for slot in step.outputs]
+        floats = {index for index, spec in enumerate(specs) if spec and spec.dtype.is_floating_point}
+        left = segment.facts.uninitialised - floats
+        if not left:
+            return segment.run
+
+        def run(*inputs: Any) -> Sequence[Tensor]:
+            outputs = segment.run(*inputs)
+            for index in left:
+                outputs[index].zero_()
+            return outputs
+
+        return run
 
     def _ops(self, step: OpStep) -> None:
         for call in step.calls:
