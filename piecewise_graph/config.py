@@ -40,6 +40,8 @@ class PiecewiseConfig:
         check: addresses of weights are compared before a replay: "first" and "always" on every call
             through Dynamo, "off" never (a moved weight is then read at its old address).
         pool: a `GraphPool` to share between models, None = one of the model's own.
+        max_graph_bytes: budget for the graphs of this model, in bytes of its pool; the largest buckets that
+            do not fit are not captured (see pg.plan), and their calls run compiled. None = no limit.
         cache_dir: a folder for compiled segments, so that the next process starts warm; None = off. What
             lies there is code that will be run: nobody else may be able to write to it.
 
@@ -55,6 +57,7 @@ class PiecewiseConfig:
     outputs: str = "copy"
     check: str = "first"
     pool: GraphPool | None = None
+    max_graph_bytes: int | None = None
     cache_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +67,10 @@ class PiecewiseConfig:
                 raise ConfigError.bad_value(name, value, "one of " + ", ".join(map(repr, choices)))
         if not _is_size(self.max_tokens):
             raise ConfigError.bad_value("max_tokens", self.max_tokens, "a whole number from 1 up")
+        if self.max_graph_bytes is not None and not _is_size(self.max_graph_bytes):
+            raise ConfigError.bad_value(
+                "max_graph_bytes", self.max_graph_bytes, "a whole number of bytes from 1 up, or None"
+            )
         if self.pool is not None and not isinstance(self.pool, GraphPool):
             raise ConfigError.bad_value("pool", self.pool, "a pg.GraphPool() or None")
         object.__setattr__(self, "capture_sizes", self._checked_sizes())

@@ -35,7 +35,6 @@ from piecewise_graph.split_graph import OpCall, OpStep, Ref, SegmentStep, Size
 from piecewise_graph.splitting_ops import bind_arguments, written_arguments
 from piecewise_graph.static_inputs import FlatBuffers, StaticInputs
 from piecewise_graph.tape import Call, LateCall, ReplayTape
-from piecewise_graph.telemetry import counters
 
 Verdicts = dict[tuple[str, int], str | None]
 
@@ -219,8 +218,6 @@ class _Recording:
             else:
                 self._segment(step, self.program.compiled.segments[step.index])
             self._let_go(index)
-        counters.add("captures", self.graphs)
-        counters.add("tapes")
         return ReplayTape(
             self.program,
             self.bucket,
@@ -263,7 +260,7 @@ class _Recording:
         """
         specs = [self.program.split.specs[slot] for slot in step.outputs]
         floats = {index for index, spec in enumerate(specs) if spec and spec.dtype.is_floating_point}
-        left = segment.facts.uninitialised - floats
+        left = segment.facts.uninitialised - (frozenset() if self.pool.trial else floats)
         if not left:
             return segment.run
 
