@@ -136,10 +136,11 @@ def refused(family: Family) -> Mapping[int, str]:
     """Buckets that a budget forbids, with the reason; plans what may be captured and nobody has planned."""
     if family.config.max_graph_bytes is None:
         return {}
-    if family.may_capture() and (family.plan is None or not family.capturing):
+    plan = family.plan
+    if family.may_capture():
         every = {size for r in family.runtimes if _replays(r) for size in _served(r)}
-        return current_plan(family, every).dropped
-    return {} if family.plan is None else current_plan(family, family.plan.sizes).dropped
+        plan = current_plan(family, plan.sizes if plan and family.capturing else every)
+    return {} if plan is None else plan.dropped
 
 
 def planned_bytes(runtime: Runtime, bucket: int) -> int | None:
@@ -202,12 +203,12 @@ class _Trial:
 class _TrialPool(GraphPool):
     """Segments run where they would be captured, in memory that goes when the pool does."""
 
+    trial = True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
         self._memory = torch.cuda.MemPool() if device.type == "cuda" else None
-
-    trial = True
 
     def capture(
         self, run: Run, inputs: Sequence[object], *, warm: Sequence[Tensor] | None = None
