@@ -208,7 +208,9 @@ class _TrialPool(GraphPool):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._memory = torch.cuda.MemPool() if device.type == "cuda" else None
+        if device.type == "cuda":
+            with torch.cuda.device(device):  # a MemPool gives back the memory of the device it was made on
+                self._memory = torch.cuda.MemPool()
 
     def capture(
         self, run: Run, inputs: Sequence[object], *, warm: Sequence[Tensor] | None = None
