@@ -11,7 +11,7 @@ A trace goes one way through the package, a file per stage:
                 (padding, static_inputs, graph_pool, tape)
     runtime     one dispatch per forward, then the tape (dispatch, program)
 
-`frontend` is pg.compile, `report` is pg.explain, `precapture` is pg.capture.
+`frontend` is pg.compile, `report` is pg.explain, `precapture` is pg.capture and pg.plan (planner).
 """
 
 from piecewise_graph import errors
@@ -22,7 +22,7 @@ from piecewise_graph.facades import register_attention
 from piecewise_graph.frontend import compile
 from piecewise_graph.frozen import freeze
 from piecewise_graph.graph_pool import GraphPool
-from piecewise_graph.precapture import capture
+from piecewise_graph.precapture import capture, plan
 from piecewise_graph.report import explain
 from piecewise_graph.splitting_ops import register_splitting_op
 from piecewise_graph.telemetry import counters
@@ -38,6 +38,7 @@ __all__ = [
     "forward_context",
     "freeze",
     "get_forward_context",
+    "plan",
     "register_attention",
     "register_splitting_op",
     "reset",

@@ -42,6 +42,8 @@ class PiecewiseConfig:
         specialize: buckets whose segments are compiled for their exact size, kernels tuned by trying: faster
             decode steps for seconds of start-up per size. They have to be among the capture sizes.
         pool: a `GraphPool` to share between models, None = one of the model's own.
+        max_graph_bytes: budget for the graphs of this model, in bytes of its pool; the largest buckets that
+            do not fit are not captured (see pg.plan), and their calls run compiled. None = no limit.
         cache_dir: a folder for compiled segments, so that the next process starts warm; None = off. What
             lies there is code that will be run: nobody else may be able to write to it.
         merge_linears: run linears of one input (q/k/v, gate/up) as one. The model's weights are moved: each
@@ -60,6 +62,7 @@ class PiecewiseConfig:
     check: str = "first"
     specialize: Sequence[int] = ()
     pool: GraphPool | None = None
+    max_graph_bytes: int | None = None
     cache_dir: str | os.PathLike[str] | None = None
     merge_linears: bool = False
 
@@ -72,6 +75,10 @@ class PiecewiseConfig:
             raise ConfigError.bad_value("merge_linears", self.merge_linears, "True or False")
         if not _is_size(self.max_tokens):
             raise ConfigError.bad_value("max_tokens", self.max_tokens, "a whole number from 1 up")
+        if self.max_graph_bytes is not None and not _is_size(self.max_graph_bytes):
+            raise ConfigError.bad_value(
+                "max_graph_bytes", self.max_graph_bytes, "a whole number of bytes from 1 up, or None"
+            )
         if self.pool is not None and not isinstance(self.pool, GraphPool):
             raise ConfigError.bad_value("pool", self.pool, "a pg.GraphPool() or None")
         object.__setattr__(self, "capture_sizes", self._checked_sizes())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -61,6 +61,7 @@ class Situation:
         blocked: why no call of this trace can be replayed.
         not_full: why no call of this trace can be one graph.
         invalid: buckets outside of the sizes that the trace is valid for.
+        over_budget: buckets that max_graph_bytes has no room for.
     """
 
     sizes: Sequence[int]
@@ -70,6 +71,7 @@ class Situation:
     blocked: str | None = None
     not_full: str | None = None
     invalid: frozenset[int] = frozenset()
+    over_budget: Container[int] = ()
 
 
 def decide(num_tokens: int, given: Situation) -> Decision:
@@ -77,8 +79,8 @@ def decide(num_tokens: int, given: Situation) -> Decision:
 
     The reasons, in the order in which they are tried: the trace's own (`blocked`), `no_tokens`,
     `above_max_tokens`, `bucket_outside_trace`; then, per mode, why the trace cannot be padded,
-    `capture_failed`, `not_captured`. A call that asked for a full graph and cannot have one is decided
-    as a piecewise one.
+    `capture_failed`, `over_budget`, `not_captured`. A call that asked for a full graph and
+    cannot have one is decided as a piecewise one.
     """
     if given.blocked:
         return Decision(Action.COMPILED, reason=given.blocked)
@@ -89,19 +91,19 @@ def decide(num_tokens: int, given: Situation) -> Decision:
         above = num_tokens > max(given.sizes)
         return Decision(Action.COMPILED, reason="above_max_tokens" if above else "bucket_outside_trace")
     if given.full is None:
-        return _decide_mode(num_tokens, bucket, given.piecewise, given.may_capture)
-    full = _decide_mode(num_tokens, bucket, given.full, given.may_capture, full=True)
+        return _decide_mode(num_tokens, bucket, given.piecewise, given)
+    full = _decide_mode(num_tokens, bucket, given.full, given, full=True)
     not_full = given.not_full or full.reason
     if not_full is None:
         return full
-    return _decide_mode(num_tokens, bucket, given.piecewise, given.may_capture, not_full=not_full)
+    return _decide_mode(num_tokens, bucket, given.piecewise, given, not_full=not_full)
 
 
 def _decide_mode(
     num_tokens: int,
     bucket: int,
     captured: Captured,
-    may_capture: bool,
+    given: Situation,
     *,
     full: bool = False,
     not_full: str | None = None,
@@ -115,4 +117,6 @@ def _decide_mode(
         return decided(Action.COMPILED, "capture_failed")
     if bucket in captured.proven and (captured.proven[bucket] or bucket == num_tokens):
         return decided(Action.REPLAY)
-    return decided(Action.CAPTURE) if may_capture else decided(Action.COMPILED, "not_captured")
+    if bucket in given.over_budget:
+        return decided(Action.COMPILED, "over_budget")
+    return decided(Action.CAPTURE) if given.may_capture else decided(Action.COMPILED, "not_captured")

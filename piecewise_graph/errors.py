@@ -241,10 +241,20 @@ class CaptureError(PiecewiseError):
     """`pg.capture` could not do what it was asked for."""
 
     @staticmethod
-    def out_of_memory(size: int, cause: str) -> str:
+    def out_of_memory(size: int, cause: str, planned: int | None = None) -> str:
         """A bucket's failure, as `pg.explain` shows it; the call itself is answered uncaptured."""
+        told = "" if planned is None else f" (planned: {planned} bytes)"
         return (
-            f"out of memory while capturing {size} tokens: {cause} Set a smaller max_tokens or capture_sizes."
+            f"out of memory while capturing {size} tokens{told}: {cause} Set max_graph_bytes, or a smaller "
+            "max_tokens or capture_sizes; pg.plan says what each size takes."
+        )
+
+    @staticmethod
+    def over_budget(size: int, needed: int, budget: int) -> str:
+        """Why a bucket was dropped, as reports show it."""
+        return (
+            f"over_budget: {size} tokens and what is smaller need {needed} bytes of graphs, "
+            f"and max_graph_bytes is {budget}"
         )
 
     @classmethod

@@ -23,6 +23,7 @@ from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.graph_pool import GraphPool
 
 if TYPE_CHECKING:
+    from piecewise_graph.planner import Plan
     from piecewise_graph.runtime import Runtime
     from piecewise_graph.whole import WholeRuntime
 
@@ -46,6 +47,7 @@ class Family:
         tracing: calls end before they run anything; they are made for their trace alone.
         signatures: of the graphs that pg.compile traced (one_token.py).
         fallbacks: reason -> calls that reached no trace.
+        plan: the latest one, or None.
         ran: graphs that ran since pg.compile last set it to 0.
         observed: where pg.freeze wants (runtime, arguments, outputs) of every graph that runs, or None.
     """
@@ -61,6 +63,7 @@ class Family:
         self.tracing = False
         self.fallbacks: Counter[str] = Counter()
         self.signatures: list[tuple[Any, ...]] = []
+        self.plan: Plan | None = None
         self.ran = 0
         self.observed: list[tuple[AnyRuntime, Sequence[Any], Sequence[Any]]] | None = None
         self.number = next(_numbers)

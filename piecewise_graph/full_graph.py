@@ -31,7 +31,6 @@ from piecewise_graph.shapes import evaluate
 from piecewise_graph.split_graph import Ref, SegmentStep, Size
 from piecewise_graph.static_inputs import StaticInputs, narrow
 from piecewise_graph.tape import ReplayTape
-from piecewise_graph.telemetry import counters
 
 
 class CannotPad(Exception):
@@ -122,8 +121,6 @@ def record_full(
 
     with capturing(program):
         replay, outputs = pool.capture(forward, (), warm=tensors(padded))
-    counters.add("captures")
-    counters.add("tapes")
     values = input_values(program, args, bucket, inputs)
     aliases = [_torch.weak_alias(output) if output.is_cuda else output for output in outputs]
     return ReplayTape(

@@ -50,6 +50,8 @@ class GraphPool:
     memory back; the pool may be used again afterwards.
     """
 
+    trial = False  # True: segments run once, and no splitting op between them (planner.py)
+
     def __init__(self, *, poison: bool = False) -> None:
         self.poison = poison
         self.lock = threading.RLock()
@@ -59,6 +61,7 @@ class GraphPool:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._sentinel: torch.cuda.CUDAGraph | None = None
         self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+        self._stand_ins: weakref.WeakSet[_StandIn] = weakref.WeakSet()
         self._in_use = 0
         self._use = _Use(self)
 
@@ -68,8 +71,10 @@ class GraphPool:
         return self._device
 
     def bytes(self) -> int:
-        """Device bytes held by captured graphs (0 on a CPU, whose stand-ins own ordinary tensors)."""
-        return 0 if self._memory is None else _torch.pool_bytes(self._memory.id)
+        """Device bytes held by captured graphs; on a CPU what the outputs of their stand-ins take."""
+        if self._memory is None:
+            return sum(stand_in.owned_bytes for stand_in in self._stand_ins)
+        return _torch.pool_bytes(self._memory.id)
 
     def join(self, device: torch.device, owner: Owner) -> None:
         """Called by a model before it captures.
@@ -154,7 +159,10 @@ class GraphPool:
             (replay, outputs): `replay()` recomputes `outputs` in place from what `inputs` hold then.
         """
         if self._memory is None:
-            return _stand_in(run, inputs, warm)
+            outputs = run(*inputs) if warm is None else [tensor.clone() for tensor in warm]
+            stand_in = _StandIn(run, inputs, outputs)
+            self._stand_ins.add(stand_in)
+            return stand_in, outputs
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: other threads (a NCCL watchdog, a pinned-memory loader) may go on calling CUDA.
@@ -233,21 +241,24 @@ def capturing_elsewhere(device: torch.device) -> bool:
     return device.type == "cuda" and _torch.capturing()
 
 
-def _stand_in(
-    run: Run, inputs: Sequence[object], warm: Sequence[Tensor] | None
-) -> tuple[Callable[[], None], Sequence[Tensor]]:
+class _StandIn:
     """What a graph is on a CPU: the same call again, into the same outputs.
 
     A caller that keeps an output, reads one too late or moves an input sees on the CPU what it would
     see on a GPU.
     """
-    outputs = run(*inputs) if warm is None else [tensor.clone() for tensor in warm]
 
-    def replay() -> None:
-        for output, value in zip(outputs, run(*inputs), strict=True):
+    __slots__ = ("__weakref__", "_inputs", "_outputs", "_run", "owned_bytes")
+
+    def __init__(self, run: Run, inputs: Sequence[object], outputs: Sequence[Tensor]) -> None:
+        self._run, self._inputs, self._outputs = run, inputs, outputs
+        given = {_torch.storage_id(value) for value in inputs if isinstance(value, Tensor)}
+        owned = {_torch.storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
+        self.owned_bytes = sum(size for storage, size in owned.items() if storage not in given)
+
+    def __call__(self) -> None:
+        for output, value in zip(self._outputs, self._run(*self._inputs), strict=True):
             overwrite(output, value)
-
-    return replay, outputs
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""pg.capture: record every bucket before serving, largest first, then seal."""
+"""pg.capture: record every bucket before serving, largest first, then seal. pg.plan: what that will take."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from piecewise_graph.context import forward_context
-from piecewise_graph.errors import CaptureError
+from piecewise_graph.errors import CaptureError, NotCompiledError
 from piecewise_graph.family import Family
 from piecewise_graph.graph_pool import collector_off
 from piecewise_graph.lookup import family_for
+from piecewise_graph.planner import Plan, current_plan, make_plan, refused
 from piecewise_graph.runtime import Runtime
 from piecewise_graph.tape_set import Tape
 
@@ -31,12 +32,14 @@ class CapturedBucket:
         graphs: graphs captured for it.
         graph_bytes: what it added to the pool (later buckets reuse, and add little or nothing).
         seconds: its rehearsal and capture.
+        planned_bytes: what pg.plan said of `graph_bytes` before; None where nobody asked it.
     """
 
     tokens: int
     graphs: int
     graph_bytes: int
     seconds: float
+    planned_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,12 @@ class CaptureReport:
             f"captured {len(self.captured)} buckets ({graphs} graphs) in {self.seconds:.2f} s: "
             f"{self.pool_bytes / 2**20:.1f} MiB of graphs, {self.buffer_bytes / 2**20:.1f} MiB of buffers"
         ]
+        planned = [bucket.planned_bytes for bucket in self.captured]
+        if any(planned):
+            taken = sum(bucket.graph_bytes for bucket in self.captured)
+            lines.append(
+                f"  planned {sum(filter(None, planned)) / 2**20:.1f} MiB, took {taken / 2**20:.1f} MiB"
+            )
         lines += [f"  not captured: {size} tokens: {why}" for size, why in self.failed.items()]
         return "\n".join(lines)
 
@@ -103,6 +112,8 @@ def capture(
         raise CaptureError.bad_sizes(sizes or [], family.config.sizes)
     known = {id(entry) for entry in _entries(family)}
     _trace_dynamic(call, chosen, family)
+    if family.plan is not None or family.config.max_graph_bytes is not None:
+        current_plan(family, {*chosen, *(bucket for r in _runtimes(family) for bucket in r.piecewise.tapes)})
     family.capturing = True
     try:
         with collector_off():
@@ -112,6 +123,31 @@ def capture(
         family.capturing = None
     family.sealed = True
     return _report(family, chosen, known, time.perf_counter() - began)
+
+
+def plan(compiled: Any, sizes: Sequence[int] | None = None) -> Plan:
+    """Say what capturing `sizes` will take, largest first, before anything is taken.
+
+    Nothing is captured and no splitting op called, but every segment runs once per bucket, on zeros, in
+    memory that is given back. Piecewise graphs are planned, in a pool that nobody else uses. From then on
+    pg.capture and pg.explain show beside what was taken what was planned.
+
+    Args:
+        compiled: what pg.compile or torch.compile(..., backend="piecewise") returned, called at least once.
+        sizes: token counts out of the capture sizes; None = all of them.
+
+    Raises:
+        NotCompiledError: the object has no trace of this backend.
+        CaptureError: a size that is no capture size.
+    """
+    family = family_for(compiled)
+    if family is None or not family.runtimes:
+        raise NotCompiledError.unknown(repr(compiled)[:80].splitlines()[0])
+    chosen = family.config.sizes if sizes is None else sizes
+    if not chosen or not set(chosen) <= set(family.config.sizes):
+        raise CaptureError.bad_sizes(chosen, family.config.sizes)
+    with family.pool.using():
+        return make_plan(family, chosen)
 
 
 def _traced_family(call: partial[None], sizes: Sequence[int] | None) -> tuple[Family, list[int]]:
@@ -183,7 +219,8 @@ def _report(family: Family, sizes: Sequence[int], known: set[int], seconds: floa
             failed[size] = _why_not(family, size)
         else:
             captured += [
-                CapturedBucket(size, e.tape.graphs, e.graph_bytes, e.seconds) for e in new or entries
+                CapturedBucket(size, e.tape.graphs, e.graph_bytes, e.seconds, e.planned_bytes)
+                for e in new or entries
             ]
     if not captured:
         raise CaptureError.nothing_captured("; ".join(sorted(set(failed.values()))))
@@ -201,6 +238,8 @@ def _failures(family: Family, size: int) -> list[str]:
 
 
 def _why_not(family: Family, size: int) -> str:
+    if size in (dropped := refused(family)):
+        return dropped[size]
     for runtime in family.runtimes:
         reason = runtime.decide(size).reason if isinstance(runtime, Runtime) else runtime.reason
         if reason and reason != "not_captured":

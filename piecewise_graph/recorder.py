@@ -35,7 +35,6 @@ from piecewise_graph.split_graph import OpCall, OpStep, Ref, SegmentStep, Size
 from piecewise_graph.splitting_ops import bind_arguments, written_arguments
 from piecewise_graph.static_inputs import FlatBuffers, StaticInputs
 from piecewise_graph.tape import Call, LateCall, ReplayTape
-from piecewise_graph.telemetry import counters
 
 Verdicts = dict[tuple[str, int], str | None]
 
@@ -219,8 +218,6 @@ class _Recording:
             else:
                 self._segment(step, self.program.compiled.segments[step.index])
             self._let_go(index)
-        counters.add("captures", self.graphs)
-        counters.add("tapes")
         return ReplayTape(
             self.program,
             self.bucket,
@@ -239,7 +236,8 @@ class _Recording:
     def _segment(self, step: SegmentStep, segment: CompiledSegment) -> None:
         fault = self.verdicts.get((segment.key, self.bucket))
         if not segment.facts.computes:
-            outputs = segment.run(*map(self._value, step.inputs))  # views and allocations: made once
+            # views and allocations: made once
+            outputs = self._filling(step, segment)(*map(self._value, step.inputs))
             self.keep.extend(outputs)
             self.values.update(zip(step.outputs, outputs, strict=True))
         elif fault is not None and self.unpaddable is None:
@@ -247,14 +245,33 @@ class _Recording:
             elements = tuple(enumerate(step.outputs))
             self._late(LateCall(segment.run, step.inputs, {}, elements, padded=False))
         else:
-            replay, outputs = self.pool.capture(
-                segment.at(self.bucket), [self._value(item) for item in step.inputs]
-            )
+            run = self._filling(step, segment)
+            replay, outputs = self.pool.capture(run, [self._value(item) for item in step.inputs])
             self.graphs += 1
             self.entries.append(replay)
             for slot, output in zip(step.outputs, outputs, strict=True):
                 self.owned[slot] = output
                 self.values[slot] = _torch.weak_alias(output) if output.is_cuda else output
+
+    def _filling(self, step: SegmentStep, segment: CompiledSegment) -> Callable[..., Sequence[Tensor]]:
+        """The segment, with zeros in the integers that it leaves to a splitting op to fill.
+
+        The op fills live rows only, and the next segment may look up what lies in the others.
+        """
+        specs = [self.program.split.specs[slot] for slot in step.outputs]
+        floats = {index for index, spec in enumerate(specs) if spec and spec.dtype.is_floating_point}
+        left = segment.facts.uninitialised - (frozenset() if self.pool.trial else floats)
+        compute = segment.at(self.bucket)
+        if not left:
+            return compute
+
+        def run(*inputs: Any) -> Sequence[Tensor]:
+            outputs = compute(*inputs)
+            for index in left:
+                outputs[index].zero_()
+            return outputs
+
+        return run
 
     def _ops(self, step: OpStep) -> None:
         for call in step.calls:

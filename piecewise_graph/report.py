@@ -23,6 +23,7 @@ class BucketReport:
     Attributes:
         mode: "piecewise", or "full" with the graph_key.
         unpadded: reason -> segments that its replays run uncaptured.
+        planned_bytes: what pg.plan said of `graph_bytes` before; None where nobody asked it.
     """
 
     tokens: int
@@ -32,6 +33,7 @@ class BucketReport:
     seconds: float
     replays: int
     unpadded: dict[str, int]
+    planned_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,19 @@ class TraceReport:
 
 @dataclass(frozen=True)
 class Report:
-    """All traces of a model and what they hold together."""
+    """All traces of a model and what they hold together.
+
+    Attributes:
+        fallbacks: of calls that reached no trace.
+        over_budget: bucket that max_graph_bytes has no room for -> why.
+    """
 
     traces: tuple[TraceReport, ...]
     pool_bytes: int
     buffer_bytes: int
     sealed: bool
-    fallbacks: dict[str, int]  # of calls that reached no trace
+    fallbacks: dict[str, int]
+    over_budget: dict[int, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers, ready for json.dump."""
@@ -99,6 +107,7 @@ class Report:
         for number, trace in enumerate(self.traces):
             lines += _trace_lines(number, trace)
         lines += [f"fallback {reason}: {count} calls" for reason, count in self.fallbacks.items()]
+        lines += [f"not captured: {size} tokens: {why}" for size, why in self.over_budget.items()]
         held = f"{_mib(self.pool_bytes)} in the graph pool, {_mib(self.buffer_bytes)} in owned buffers"
         lines.append(f"memory: {held}" + ("; sealed" if self.sealed else ""))
         return "\n".join(lines)
@@ -116,7 +125,8 @@ def explain(compiled: Any) -> Report:
     runtimes = family.runtimes
     traces = tuple(_trace(r) if isinstance(r, Runtime) else _whole(r) for r in runtimes)
     buffers = sum(r.buffer_bytes() for r in runtimes if isinstance(r, Runtime))
-    return Report(traces, family.pool.bytes(), buffers, family.sealed, dict(family.fallbacks))
+    dropped = dict(family.plan.dropped) if family.plan and family.config.max_graph_bytes else {}
+    return Report(traces, family.pool.bytes(), buffers, family.sealed, dict(family.fallbacks), dropped)
 
 
 def _trace(runtime: Runtime) -> TraceReport:
@@ -172,7 +182,14 @@ def _bucket(mode: str, tapes: TapeSet, size: int) -> BucketReport:
     replays = sum(count for tokens, count in tapes.replays.items() if below < tokens <= size)
     tape = entry.tape
     return BucketReport(
-        size, mode, tape.graphs, entry.graph_bytes, entry.seconds, replays, dict(tape.unpadded)
+        size,
+        mode,
+        tape.graphs,
+        entry.graph_bytes,
+        entry.seconds,
+        replays,
+        dict(tape.unpadded),
+        entry.planned_bytes,
     )
 
 
@@ -206,15 +223,19 @@ def _trace_lines(number: int, trace: TraceReport) -> list[str]:
     lines += [f"  inside a segment, not registered: {leak}" for leak in trace.leaks]
     lines += [f"  structure {key} is not padded: {fault}" for key, fault in trace.padding.items()]
     if trace.buckets:
-        lines.append("  bucket  graphs  pool MiB  seconds  replays  mode")
+        lines.append("  bucket  graphs  pool MiB   planned  seconds  replays  mode")
     for b in trace.buckets:
         lines.append(
-            f"  {b.tokens:6d}  {b.graphs:6d}  {b.graph_bytes / 2**20:8.1f}  {b.seconds:7.2f}  {b.replays:7d}"
-            f"  {b.mode}"
+            f"  {b.tokens:6d}  {b.graphs:6d}  {b.graph_bytes / 2**20:8.1f}  {_planned(b)}  {b.seconds:7.2f}"
+            f"  {b.replays:7d}  {b.mode}"
         )
     lines += [f"  bucket {size} failed: {why}" for size, why in trace.failed.items()]
     lines += [f"  fallback {reason}: {count} calls" for reason, count in trace.fallbacks.items()]
     return lines
+
+
+def _planned(bucket: BucketReport) -> str:
+    return f"{'-':>8}" if bucket.planned_bytes is None else f"{bucket.planned_bytes / 2**20:8.1f}"
 
 
 def _origin(trace: TraceReport) -> str:

@@ -9,6 +9,7 @@ the tape was bound; whatever may change between calls (a released pool, a reset)
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ from piecewise_graph.full_graph import (
     run_padded,
 )
 from piecewise_graph.graph_pool import capturing_elsewhere
+from piecewise_graph.planner import planned_bytes, refused
 from piecewise_graph.program import Program, in_layout, run_steps
 from piecewise_graph.recorder import is_proven, record, rehearse, unpaddable_sizes
 from piecewise_graph.shapes import Sizes
@@ -58,6 +60,7 @@ class Runtime:
         self.program, self.family = program, family
         self.static_tokens = static_tokens
         self.fallbacks: Counter[str] = Counter()
+        self.bound = {index: weakref.ref(tensor) for index, tensor in bound}
         self.bound_ids = frozenset(id(tensor) for _, tensor in bound)
         self.piecewise = TapeSet()
         self.full: dict[Hashable, TapeSet] = {}
@@ -68,7 +71,7 @@ class Runtime:
         self._buffers = FlatBuffers()
         self._size_verdicts: dict[tuple[int, ...], str | None] = {}
         sizes = self.sizes
-        self._invalid = frozenset(
+        self.invalid = frozenset(
             size
             for size in sizes
             if program.token and program.contract.size_violation(program.sizes_at(size))
@@ -139,7 +142,8 @@ class Runtime:
             else None,
             blocked,
             self._not_full,
-            self._invalid,
+            self.invalid,
+            refused(self.family) if blocked is None else (),
         )
         return decide(num_tokens, given)
 
@@ -218,7 +222,7 @@ class Runtime:
 
     def _run_padded(self, args: Sequence[Any], num_tokens: int, context: ForwardContext) -> list[Any] | None:
         """A forward on padded inputs, where the context asks for a full graph; None where that cannot be."""
-        valid = [size for size in self.sizes if size not in self._invalid]
+        valid = [size for size in self.sizes if size not in self.invalid]
         bucket = padded_size(self.program, self.family.verdicts, valid, num_tokens)
         if bucket is None or not context.full_graph:
             return None
@@ -306,6 +310,7 @@ class Runtime:
         """Record `bucket`; a failure costs this bucket, not the call."""
         program, family, inputs = self.program, self.family, self._static_inputs()
         tapes = self.piecewise if full is None else self._tapes_for(full)
+        planned = planned_bytes(self, bucket) if full is None else None
         remembered = None
         try:
             if full is None:
@@ -314,12 +319,14 @@ class Runtime:
                 remembered = CapturedContext.of(full)
                 tape = record_full(program, args, bucket, family.pool, inputs, family.verdicts, padded)
         except torch.OutOfMemoryError as error:
-            tapes.failed[bucket] = CaptureError.out_of_memory(bucket, str(error))
+            tapes.failed[bucket] = CaptureError.out_of_memory(bucket, str(error), planned)
         except Exception as error:  # whatever it was: the call itself has its answer
             tapes.failed[bucket] = f"{type(error).__name__}: {error}"
         else:
             seconds, graph_bytes = time.perf_counter() - began, family.pool.bytes() - before
-            tapes.tapes[bucket] = Tape(tape, seconds, graph_bytes, remembered)
+            tapes.tapes[bucket] = Tape(tape, seconds, graph_bytes, remembered, planned)
+            counters.add("captures", tape.graphs)
+            counters.add("tapes")
             self.addresses.remember(args)
             self._forget_bound()
             return

@@ -20,12 +20,14 @@ class Tape:
 
     Attributes:
         context: what a full graph was captured under; None when piecewise.
+        planned_bytes: what pg.plan said of `graph_bytes`; None where it was not asked, or when full.
     """
 
     tape: ReplayTape
     seconds: float
     graph_bytes: int
     context: CapturedContext | None = None
+    planned_bytes: int | None = None
 
 
 @dataclass(frozen=True)

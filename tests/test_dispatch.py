@@ -49,11 +49,20 @@ def test_larger_captured_bucket_does_not_stand_in_for_a_missing_one() -> None:
         (8, {"invalid": frozenset({8})}, "bucket_outside_trace"),
         (3, {"piecewise": Captured(unpaddable={4: "derived_size"})}, "derived_size"),
         (3, {"piecewise": Captured(failed={4: "broke"})}, "capture_failed"),
+        (3, {"piecewise": Captured(failed={4: "broke"}), "over_budget": {4}}, "capture_failed"),
+        (3, {"over_budget": {4, 8}}, "over_budget"),
+        (3, {"over_budget": {4}, "may_capture": False}, "over_budget"),
         (3, {"may_capture": False}, "not_captured"),
     ],
 )
 def test_reasons_in_their_order(tokens: int, change: dict[str, object], reason: str) -> None:
     assert decide(tokens, replace(LAZY, **change)) == compiled_because(reason)  # type: ignore[arg-type]
+
+
+def test_budget_keeps_from_capturing_and_not_from_replaying() -> None:
+    given = replace(LAZY, piecewise=Captured({8: True}), over_budget={8})
+    assert decide(8, given) == Decision(Action.REPLAY, 8)
+    assert decide(4, given) == Decision(Action.CAPTURE, 4)
 
 
 def test_exact_size_of_an_unpaddable_trace_is_captured_and_replayed() -> None:

@@ -177,6 +177,7 @@ CASES = {
     "not_captured": Case(lambda d: Blocks().to(d), options={"capture": "explicit"}),
     "no_tokens": Case(lambda d: Blocks().to(d), counts=(0, 3, 0), hits=2),
     "not_traced_by_dynamo": Case(a(break_first)),
+    "over_budget": Case(lambda d: Blocks().to(d), options={"max_graph_bytes": 1}),
     "random_numbers": Case(a(lambda x: ops.mix(x) + nn.functional.dropout(x, 0.5) * 0)),
     "splitting_op_inside_higher_order_op": Case(a(hidden_op)),
     "tensor_subclass": Case(lambda d: Blocks().to(d), calls=two_tensor),

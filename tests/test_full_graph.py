@@ -96,6 +96,13 @@ def test_every_bucket_is_one_graph(device: torch.device) -> None:
             setup.call(count)
 
 
+def test_budget_keeps_full_graphs_from_being_captured_too(device: torch.device) -> None:
+    setup = Setup(device, max_graph_bytes=1)
+    with pg.counters.expect(tapes=0, **{"not_full:over_budget": 3, "fallbacks:over_budget": 3}):
+        for count in (3, 3, 8):
+            setup.call(count)
+
+
 def test_captures_once_per_bucket_and_key(device: torch.device) -> None:
     setup = Setup(device)
     with pg.counters.expect(captures=2 * len(SIZES), full_replays=4):

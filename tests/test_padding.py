@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import toys
 from models import NAMES, build, call, random_ids, rows
 from torch import Tensor, nn
 
@@ -275,3 +276,18 @@ def test_ids_that_are_all_zero_prove_nothing(device: torch.device) -> None:
     with pg.counters.expect(tapes=1, replays=1, fallbacks=0):
         for inputs in (told_apart, zeros):
             assert_same(compiled(**inputs).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["allocated by a graph", "allocated once"])
+def test_padded_rows_of_indices_that_an_op_fills_are_legal(inline: bool, device: torch.device) -> None:
+    """The op fills live rows alone; on a GPU an illegal index in the others would kill the context."""
+    model = toys.Chooses(inline).to(device)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is filled with the largest integer
+    try:
+        compiled = toys.compiled(model, capture_sizes=[8])
+        with pg.counters.expect(tapes=1, replays=3, fallbacks=0, unpadded_segments=0):
+            for n in (8, 3, 5, 8):
+                x = toys.rows(n, device)
+                assert_same(compiled(x), model(x))
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -93,6 +93,11 @@ def _halve(x: Tensor) -> None:
     x.mul_(0.5)
 
 
+def _choose(x: Tensor, out: Tensor) -> None:
+    note("choose", x)
+    out.copy_(x.argmax(-1))
+
+
 def _append(x: Tensor, cache: Tensor) -> None:
     """Adds up what it was given: a second call, or a padded one, shows."""
     note("append", x)
@@ -106,6 +111,7 @@ def _stack(xs: Sequence[Tensor]) -> Tensor:
 
 define("mix(Tensor x) -> Tensor", _mix, torch.empty_like)
 define("mix_out(Tensor x, Tensor(a!) out) -> ()", _mix_out, lambda x, out: None)
+define("choose(Tensor x, Tensor(a!) out) -> ()", _choose, lambda x, out: None)
 define("mix_pair(Tensor x) -> (Tensor, Tensor)", _mix_pair, lambda x: (x.clone(), x.clone()))
 define("mix_strided(Tensor x) -> Tensor", _mix_strided, torch.empty_like)
 define("mix_padded(Tensor x) -> Tensor", _mix_padded, torch.empty_like)
@@ -113,7 +119,7 @@ define("halve(Tensor(a!) x) -> ()", _halve, lambda x: None)
 define("append(Tensor x, Tensor(a!) cache) -> ()", _append, lambda x, cache: None)
 define("mix_list(Tensor[] xs) -> Tensor", _stack, lambda xs: torch.empty_like(xs[0]))
 
-for _op in ("mix", "mix_out", "mix_pair", "mix_strided", "halve", "append", "mix_list"):
+for _op in ("mix", "mix_out", "choose", "mix_pair", "mix_strided", "halve", "append", "mix_list"):
     pg.register_splitting_op(f"toy::{_op}")
 pg.register_splitting_op("toy::mix_padded", padded=True)
 
@@ -131,6 +137,23 @@ class Blocks(nn.Module):
         for linear in self.linears:
             x = x + ops.mix(linear(x))
         return x * 2
+
+
+class Chooses(nn.Module):
+    """An op fills indices that the next segment looks up.
+
+    Args:
+        inline: the segment that allocates them does nothing else.
+    """
+
+    def __init__(self, inline: bool = False) -> None:
+        super().__init__()
+        self.inline, self.table = inline, nn.Embedding(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+        ops.choose(x if self.inline else x * 2, out)
+        return ops.mix(self.table(out)) + x
 
 
 def compiled(model: Callable[..., Any], **options: Any) -> Any:

@@ -1,0 +1,272 @@
+"""Build, capture, release, tear down, a thousand times: nothing grows, and nobody else notices."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import WIDTH, Blocks, assert_same, compiled, new_pool, ops, rows
+
+import piecewise_graph as pg
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # looking at every object wakes deprecated ones
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is alive: objects of any kind, those of this library, tensors with memory, and device bytes."""
+
+    objects: int
+    ours: int
+    tensors: int
+    allocated: int
+    reserved: int
+
+
+def held() -> Held:
+    gc.collect()
+    objects = gc.get_objects()
+    ours = sum(type(thing).__module__.startswith("piecewise_graph") for thing in objects)
+    tensors = sum(isinstance(thing, Tensor) and type(thing).__name__ != "FakeTensor" for thing in objects)
+    device = (0, 0)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        device = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    return Held(len(objects), ours, tensors, *device)
+
+
+def resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("needs Linux to tell the size of the process")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def old_objects_aside() -> Iterator[None]:
+    """A garbage collection looks at what is new: the library collects before each capture on a GPU."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def assert_no_growth(cycle: Callable[[], None], cycles: int, *, objects: int, resident: int) -> None:
+    """Device bytes, tensors and our own objects are the same after `cycles` as after a tenth of them.
+
+    Args:
+        objects: how many objects of others may be left over.
+        resident: bytes by which the process may grow.
+    """
+    with old_objects_aside():
+        for _ in range(cycles // 10):
+            cycle()
+        before, size = held(), resident_bytes()
+        for _ in range(cycles - cycles // 10):
+            cycle()
+        after = held()
+        assert (after.ours, after.tensors) == (before.ours, before.tensors)
+        assert (after.allocated, after.reserved) == (before.allocated, before.reserved)
+        assert after.objects - before.objects <= objects
+        assert resident_bytes() - size <= resident
+
+
+# --- cycles -------------------------------------------------------------------------------------------
+
+
+def test_1000_captures_and_releases_leave_nothing(device: torch.device) -> None:
+    cycles, sizes = 1000, 2
+    pool = pg.GraphPool()
+    fast = compiled(Blocks(2).to(device), pool=pool)
+    batches = [rows(count, device) for count in (8, 3, 3)]
+
+    def cycle() -> None:
+        for x in batches:
+            fast(x)
+        pool.release()
+
+    with pg.counters.expect(tapes=cycles * sizes, replays=cycles, compiles=3, failed_captures=0, fallbacks=0):
+        assert_no_growth(cycle, cycles, objects=50, resident=16 * MIB)
+    assert pool.bytes() == pg.explain(fast).buffer_bytes == 0
+
+
+def test_plans_and_captures_beforehand_leave_nothing(device: torch.device) -> None:
+    cycles = 40
+    pool = pg.GraphPool()
+    fast = compiled(Blocks(2).to(device), pool=pool, max_graph_bytes=2**40, capture="explicit")
+    fast(rows(3, device))
+
+    def cycle() -> None:
+        pg.plan(fast)
+        pg.capture(fast, lambda n: rows(n, device), progress=False)
+        fast(rows(3, device))
+        pool.release()
+
+    with pg.counters.expect(replays=cycles):
+        assert_no_growth(cycle, cycles, objects=50, resident=16 * MIB)
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.mix(x * self.weight) + 1
+
+
+@pytest.mark.parametrize(
+    ("cycles", "shared"),
+    [
+        pytest.param(50, False, id="50, a pool each"),
+        pytest.param(50, True, id="50, one pool"),
+        pytest.param(
+            1000, False, id="1000, a pool each", marks=pytest.mark.slow
+        ),  # Dynamo's share: 50 ms each
+    ],
+)
+def test_models_are_built_and_dropped_without_growth(cycles: int, shared: bool, device: torch.device) -> None:
+    """What torch keeps of each trace (up to 500 objects, 100 KB, behind the sizes in its cache of fake
+    tensors) it keeps with backend="eager" too."""
+    x = rows(3, device)
+    one_pool = pg.GraphPool() if shared else None
+
+    def cycle() -> None:
+        pool = one_pool or pg.GraphPool()
+        fast = compiled(Tiny().to(device), pool=pool, capture_sizes=[4], max_tokens=4)
+        fast(x), fast(x)
+        del fast
+        torch._dynamo.reset()
+        pool.release()
+
+    with pg.counters.expect(traces=cycles, tapes=cycles, replays=cycles, fallbacks=0):
+        assert_no_growth(cycle, cycles, objects=600 * cycles, resident=16 * MIB + cycles * 256 * 2**10)
+
+
+def test_failed_captures_leave_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what was captured before the failure, nor what the error's traceback holds."""
+    original = pg.GraphPool.capture
+
+    def failing(self: pg.GraphPool, run: Any, inputs: Any, **options: Any) -> Any:
+        replay, outputs = original(self, run, inputs, **options)
+        captured.append(weakref.ref(outputs[0]))
+        if len(captured) == 3:  # of a bucket's three segments the last one
+            raise torch.OutOfMemoryError("wanted 12 GiB")
+        return replay, outputs
+
+    captured: list[weakref.ref[Tensor]] = []
+    monkeypatch.setattr(pg.GraphPool, "capture", failing)
+    pool = pg.GraphPool()
+    fast = compiled(Blocks(2).to(device), pool=pool, capture_sizes=[4], max_tokens=4)
+    x = rows(3, device)
+
+    def cycle() -> None:
+        captured.clear()
+        fast(x)
+        assert [ref() for ref in captured] == [None] * 3
+        pool.release()
+
+    with pg.counters.expect(tapes=0, failed_captures=100):
+        assert_no_growth(cycle, 100, objects=50, resident=16 * MIB)
+
+
+# --- two engines --------------------------------------------------------------------------------------
+
+TEARDOWNS = ("deleted", "released", "dynamo reset", "reset", "all of it")
+
+
+class Engine:
+    """A model, what pg.compile and pg.freeze made of it, and whether they are right."""
+
+    def __init__(self, layers: int, pool: pg.GraphPool, device: torch.device) -> None:
+        self.model, self.pool, self.device = Blocks(layers).to(device), pool, device
+        self.fast = compiled(self.model, pool=pool)
+        self.frozen = pg.freeze(self.fast, rows(3, device))
+
+    def serve(self) -> list[tuple[Tensor, Tensor]]:
+        """(found, wanted) for every path and several counts, all kept until the end."""
+        pairs = []
+        for count in (8, 3, 3, 1, 6, 9, 8):
+            x = rows(count, self.device)
+            pairs += [(self.fast(x), self.model(x)), (self.frozen(x), self.model(x))]
+        return pairs
+
+    def check(self) -> None:
+        for found, wanted in self.serve():
+            assert_same(found, wanted)
+
+
+def tear_down(engines: list[Engine], how: str) -> None:
+    """The first engine of the list goes; the list holds it alone."""
+    goes = engines.pop(0)
+    pool, gone = goes.pool, weakref.ref(goes.fast)
+    if how in ("deleted", "all of it"):
+        del goes
+        gc.collect()
+        assert gone() is None
+    if how in ("dynamo reset", "all of it"):
+        torch._dynamo.reset()
+    if how == "reset":
+        pg.reset()
+    if how in ("released", "all of it"):
+        pool.release()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["pool each", "one pool"])
+@pytest.mark.parametrize("how", TEARDOWNS)
+def test_one_of_two_engines_goes_and_the_other_is_still_right(
+    how: str, shared: bool, device: torch.device
+) -> None:
+    pools = [new_pool()] * 2 if shared else [new_pool(), new_pool()]
+    engines = [Engine(layers, pool, device) for layers, pool in zip((3, 2), pools, strict=True)]
+    stays = engines[1]
+    kept = [pair for engine in engines for pair in engine.serve()]
+    tear_down(engines, how)
+    untouched = how == "deleted" or (how == "released" and not shared)
+    with pg.counters.expect(**({"tapes": 0, "failed_captures": 0} if untouched else {"failed_captures": 0})):
+        stays.check()
+    third = Engine(1, pools[0], device)
+    for engine in (third, stays, third, stays):
+        engine.check()
+    for found, wanted in kept:  # what callers hold from before
+        assert_same(found, wanted)
+    assert pg.explain(stays.fast).pool_bytes == stays.pool.bytes() > 0
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["pool each", "one pool"])
+def test_engine_that_stays_keeps_what_it_had(shared: bool, device: torch.device) -> None:
+    """Its graphs stay, and with a pool of its own the other's memory goes."""
+    pools = [new_pool()] * 2 if shared else [new_pool(), new_pool()]
+    engines = [Engine(layers, pool, device) for layers, pool in zip((3, 2), pools, strict=True)]
+    for engine in engines:
+        engine.check()
+    stays, before = engines[1], pools[0].bytes()
+    tear_down(engines, "deleted")
+    if device.type == "cpu":
+        assert pools[0].bytes() < before
+        assert shared or pools[0].bytes() == 0
+    if not shared:
+        pools[0].release()
+        assert pools[0].bytes() == 0
+    with pg.counters.expect(tapes=0):
+        stays.check()
