@@ -94,6 +94,21 @@ class Unpadded(nn.Module):
         return ops.mix(ops.mix(x * 2) / x.shape[0]) + 1
 
 
+def test_plan_of_merged_weights(device: torch.device) -> None:
+    model = models.build("llama", device=device)
+    fast = pg.compile(
+        model, compiler="eager", capture_sizes=[1, 4, 8], capture="explicit", merge_linears=True
+    )
+
+    def make(count: int) -> dict[str, Any]:
+        return models.call("llama", models.random_ids(count, device=device))
+
+    fast(**make(8))
+    plan = pg.plan(fast)
+    assert_as_planned(plan, pg.capture(fast, make, progress=False), device)
+    assert "merged: " in str(pg.explain(fast))
+
+
 @pytest.mark.parametrize("kind", [Blocks, Strange, Unpadded, Chooses])
 def test_plan_is_what_capturing_takes(kind: Any, device: torch.device) -> None:
     model = kind().to(device)
