@@ -130,7 +130,7 @@ class _Merging:
 
     def add(self, group: _Group) -> None:
         """Merge the weights of a group, or count why not."""
-        reason = self._fault(group) or self._join(group)
+        reason = self._obstacle(group) or self._join(group)
         if reason is not None:
             self.apart[reason] += 1
             counters.unmerged(reason)
@@ -138,7 +138,7 @@ class _Merging:
         self.groups.append(group)
         self.layout_of.update((node, nodes) for nodes in group.layouts for node in nodes)
 
-    def _fault(self, group: _Group) -> str | None:
+    def _obstacle(self, group: _Group) -> str | None:
         for nodes in group.layouts:
             known = {self.layout_of.get(node) for node in nodes}
             if len(set(nodes)) < len(nodes) or known not in ({None}, {nodes}):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from toys import COUNTS, SIZES, assert_same, compiled, ops, rows
 
 import piecewise_graph as pg
-from piecewise_graph import merged_weights
+from piecewise_graph import merge_linears, merged_weights
 from piecewise_graph.errors import AddressMovedError, ConfigError, MergedWeightsError
 
 WIDTH = 8
@@ -267,6 +267,18 @@ def test_weight_that_is_read_elsewhere_stays_apart(device: torch.device) -> None
     fast = merged(model)
     agree(fast, model, device)
     assert apart(fast) == {"weight_read_elsewhere": 1}
+
+
+def test_linear_whose_result_lies_otherwise_stays_apart(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel of today makes one."""
+    monkeypatch.setattr(merge_linears, "_is_plain", lambda value: False)
+    model = Parallel(linear(), linear()).to(device)
+    before, fast = storages(model), merged(model)
+    agree(fast, model, device)
+    assert apart(fast) == {"strided_output": 1}
+    assert storages(model) == before
 
 
 def in_place(x: Tensor, a: nn.Linear, b: nn.Linear) -> Tensor:
