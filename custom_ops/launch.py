@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Grid = tuple[int, int, int]
@@ -38,11 +39,12 @@ class Launcher:
     Args:
         kernel: a `triton.jit` function whose constexpr parameters come last and whose integer parameters are
             all in `do_not_specialize`.
-        options: num_warps, num_stages.
+        options: num_warps, num_stages, launch_pdl (launch as a dependent of the kernel before).
     """
 
     def __init__(self, kernel: Any, **options: int) -> None:
         self._kernel, self._options = kernel, options
+        self.dependent = bool(options.get("launch_pdl", False))
         self._variants: dict[tuple[Any, ...], Any] = {}
 
     def bind(self, grid: Grid, args: Sequence[Tensor | int | float], *constants: Any) -> Launch:
@@ -86,6 +88,17 @@ class Launcher:
 def address(value: Any) -> Any:
     """A launch argument for `Launcher.variant`; its caller keeps the tensor alive."""
     return value.data_ptr() if isinstance(value, Tensor) and not interpreted() else value
+
+
+@cache
+def dependent_launches(device: torch.device) -> bool:
+    """Whether kernels may be launched as dependents of the ones before them (Hopper and later)."""
+    return (
+        device.type == "cuda"
+        and not interpreted()
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
 
 
 @cache

@@ -33,10 +33,17 @@ def register_attention(name: str = "piecewise", implementation: str = "auto") ->
 def fastest_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, generated: Callable[[], Any] | None
 ) -> dict[str, float]:
-    """See custom_ops/linear/tuning.py: way to compute a linear -> microseconds, the best first."""
+    """See custom_ops/linear/tuning.py: way to compute a linear -> microseconds."""
     from piecewise_graph.custom_ops.linear import tuning
 
     return tuning.fastest(x, weight, bias, generated)
+
+
+def graph_microseconds(call: Callable[[], Any]) -> float:
+    """Device time of `call` in a captured graph."""
+    from piecewise_graph.custom_ops.linear import tuning
+
+    return tuning.graph_microseconds(call)
 
 
 def linear_few() -> Any:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,12 +38,14 @@ from piecewise_graph import _torch, facades
 from piecewise_graph.analysis import SegmentFacts
 from piecewise_graph.compiler import CompiledSegment, ExactCode
 from piecewise_graph.config import PiecewiseConfig
-from piecewise_graph.linear_choice import Choice, choose
+from piecewise_graph.linear_choice import PREFERENCES, Times, choose, plan_of, preferred
 from piecewise_graph.padding import agree
 from piecewise_graph.program import Program
 from piecewise_graph.shapes import Sizes, TensorSpec, evaluate, overwrite, same_layout
 from piecewise_graph.split_graph import Ref, SegmentStep
 from piecewise_graph.telemetry import counters
+
+RunSegment = Callable[..., Sequence[Tensor]]
 
 
 def specialized(
@@ -103,15 +106,27 @@ def _make(
 
 def _compile(
     gm: GraphModule, facts: SegmentFacts, given: Sequence[Any], cache_dir: str | None
-) -> tuple[Callable[..., Sequence[Tensor]], tuple[str, ...]]:
+) -> tuple[RunSegment, tuple[str, ...]]:
     """`gm` for exactly the sizes of `given`, and which kernels serve its linears."""
-    exact, kept = _at_size(gm, given)
-    tensors = [given[index] for index in kept]
-    _torch.propagate(exact, tensors)
-    _drop_copies(exact.graph)
-    linears = _choose_linears(exact, tensors, cache_dir)
-    run = _torch.compile_exact(exact, tensors, dependent_launches=not facts.fills)
-    return (lambda *args: run(*[args[index] for index in kept])), linears
+    made: dict[tuple[str, ...], RunSegment] = {}
+    for handicaps in PREFERENCES:
+        exact, kept = _at_size(gm, given)
+        tensors = [given[index] for index in kept]
+        _torch.propagate(exact, tensors)
+        _drop_copies(exact.graph)
+        linears = _choose_linears(exact, tensors, cache_dir, handicaps)
+        if linears not in made:
+            run = _torch.compile_exact(exact, tensors, dependent_launches=not facts.fills)
+            made[linears] = partial(_run_on, run, kept)
+    if len(made) == 1:
+        return next((run, linears) for linears, run in made.items())
+    times = {linears: facades.graph_microseconds(partial(run, *given)) for linears, run in made.items()}
+    fastest = min(times, key=times.__getitem__)
+    return made[fastest], fastest
+
+
+def _run_on(run: RunSegment, kept: Sequence[int], *args: Any) -> Sequence[Tensor]:
+    return run(*[args[index] for index in kept])
 
 
 def _inputs(
@@ -171,10 +186,12 @@ def _at_size(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, list[
     return GraphModule(gm, graph, class_name="ExactSegment"), kept
 
 
-def _choose_linears(gm: GraphModule, inputs: Sequence[Tensor], cache_dir: str | None) -> tuple[str, ...]:
-    """Replace each linear of a few rows on a weight by its fastest way; descriptions for people."""
+def _choose_linears(
+    gm: GraphModule, inputs: Sequence[Tensor], cache_dir: str | None, handicaps: Times
+) -> tuple[str, ...]:
+    """Replace each linear of a few rows on a weight by the way to take; descriptions for people."""
     weights = dict(zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, strict=True))
-    found: dict[str, Choice] = {}
+    found: dict[str, str] = {}
     for node in list(gm.graph.nodes):
         given = _linear_arguments(node)
         if given is None or not all(a is None or a in weights for a in given[1:]):
@@ -183,18 +200,18 @@ def _choose_linears(gm: GraphModule, inputs: Sequence[Tensor], cache_dir: str | 
         tokens = x.numel() // x.shape[-1]
         if weight is None or not weight.is_contiguous() or tokens > facades.linear_max_tokens():
             continue
-        choice = choose(tokens, weight, bias, cache_dir)
-        if choice is None:
+        times = choose(tokens, weight, bias, cache_dir)
+        if times is None:
             continue
-        found[f"{tokens}x{weight.shape[1]} -> {weight.shape[0]}"] = choice
-        if choice.plan is not None:
-            _replace_linear(gm.graph, node, given, choice.plan)
+        way = preferred(times, handicaps)
+        found[f"{tokens}x{weight.shape[1]} -> {weight.shape[0]}"] = f"{way} ({times[way]:.1f} us)"
+        plan = plan_of(way)
+        if plan is not None:
+            _replace_linear(gm.graph, node, given, plan)
     gm.graph.lint()
     gm.recompile()
     _torch.propagate(gm, inputs)
-    return tuple(
-        f"{shape}: {choice.way} ({choice.times[choice.way]:.1f} us)" for shape, choice in found.items()
-    )
+    return tuple(f"{shape}: {way}" for shape, way in found.items())
 
 
 def _drop_copies(graph: Graph) -> None:

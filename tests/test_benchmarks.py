@@ -54,7 +54,7 @@ def test_backend(tmp_path: Path) -> None:
     options = ["--tokens", "1,8", "--max-tokens", "8", "--no-torch-compile"]
     found = run("bench_backend", options, tmp_path / "out.json")
     assert [row["tokens"] for row in found["rows"] if "tokens" in row] == [1, 8]
-    assert len(found["marks"]) == 3
+    assert len(found["marks"]) == 4
 
 
 def test_decode(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import piecewise_graph as pg
 from piecewise_graph import _torch, specialize
 from piecewise_graph.errors import ConfigError
-from piecewise_graph.linear_choice import Choice
 from piecewise_graph.lookup import family_for
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -61,10 +60,9 @@ def test_linears_are_replaced_where_another_kernel_is_faster(monkeypatch: pytest
     """On a CPU nothing is faster, so the choice is made here; the op's reference computes it."""
     asked = []
 
-    def choose(tokens: int, weight: Tensor, bias: Tensor | None, cache_dir: str | None) -> Choice:
+    def choose(tokens: int, weight: Tensor, bias: Tensor | None, cache_dir: str | None) -> dict[str, float]:
         asked.append((tokens, tuple(weight.shape), bias is not None))
-        way = "16 16 2 4 1 1" if bias is None else "library"
-        return Choice(way, {way: 1.0, "library": 2.0})
+        return {"16 16 2 4 1 1": 1.0 if bias is None else 3.0, "library": 2.0}
 
     monkeypatch.setattr(specialize, "choose", choose)
     module = model()
@@ -75,6 +73,28 @@ def test_linears_are_replaced_where_another_kernel_is_faster(monkeypatch: pytest
     shapes = {(size, shape, bias) for size in EXACT for shape, bias in (((48, 32), False), ((32, 48), True))}
     assert set(asked) == shapes
     assert "16 16 2 4 1 1" in str(pg.explain(compiled))
+
+
+def test_close_calls_are_decided_by_timing_the_whole_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(*_: Any) -> dict[str, float]:
+        return {"16 16 2 4 1 1": 1.0, "library": 1.0}  # which handicaps decide, this way and that
+
+    timed: list[Any] = []
+
+    def microseconds(call: Any) -> float:
+        call()
+        timed.append(call)
+        return 5.0 if len(timed) % 2 else 4.0
+
+    monkeypatch.setattr(specialize, "choose", choose)
+    monkeypatch.setattr(specialize.facades, "graph_microseconds", microseconds)
+    module = model()
+    compiled = pg.compile(module, capture_sizes=SIZES, max_tokens=8, token_dim={"input": 0}, specialize=[4])
+    x = torch.randn(4, 32)
+    torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
+    with_linears = DISTINCT - 1
+    assert len(timed) == 2 * with_linears
+    assert str(pg.explain(compiled)).count("library (1.0 us)") == 2 * with_linears  # the second was faster
 
 
 def test_code_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

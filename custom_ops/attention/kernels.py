@@ -10,6 +10,7 @@ with the last split writes. A request's new tokens may not be another's old ones
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from .kernels_splits import combine, first_token, schedule
 
@@ -124,6 +125,7 @@ def attend_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     SPLIT: tl.constexpr, TAIL: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attention of a batch, and K and V of its tokens into the cache; see AttentionBatch and AttentionCall.
 
@@ -135,8 +137,13 @@ def attend_kernel(
             they tell how far a pointer stays aligned.
         scale: of the scores; times log2(e), or divided by softcap.
         softcap: times log2(e).
+        DEPENDENT: launched as a dependent of the kernel before, whose results and whose predecessors' are all
+            there once it has waited; only then may its own dependents start.
     Grid: (KV_HEADS, work items).
     """
+    if DEPENDENT:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     item = tl.program_id(1)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP

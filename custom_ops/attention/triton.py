@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..errors import AttentionError
 from ..kv_cache import PagedKVCache
-from ..launch import Enqueue, Grid, Launcher, address, interpreted
+from ..launch import Enqueue, Grid, Launcher, address, dependent_launches, interpreted
 from .batch import AttentionBatch
 from .call import AttentionCall
 from .implementations import Implementation, Mode
@@ -41,7 +41,7 @@ class Config:
     """What selects a variant of the kernel; the same object for equal ones.
 
     Attributes:
-        constants: the kernel's constexprs but the last.
+        constants: the kernel's constexprs but the last two.
     """
 
     launcher: Launcher
@@ -73,7 +73,7 @@ def prepare(batch: AttentionBatch, call: AttentionCall) -> State:
     config = _config(
         chosen.tiling, traits.heads, traits.kv_heads, traits.head_dim, traits.dtype, batch.kv_cache.page_size,
         max(triton.next_power_of_2(batch.num_requests), _REQUESTS), batch.query_len is None, mask is not None,
-        traits.window is not None, traits.softcap is not None,
+        traits.window is not None, traits.softcap is not None, dependent_launches(batch.seq_lens.device),
     )  # fmt: skip
     drawn = batch.seq_lens if mask is None else mask.view(torch.uint8)
     mask_sizes = (0, 0, 0, 0) if mask is None else (*mask.stride(), mask.shape[2])
@@ -119,7 +119,7 @@ def _entry(batch: AttentionBatch, state: State, call: AttentionCall) -> tuple[En
         softcap,
         call.window or 0,
     )
-    constants = (*state.config.constants, unit)
+    constants = (*state.config.constants, unit, state.config.launcher.dependent)
     cached = batch.kv_cache.k[call.layer], batch.kv_cache.v[call.layer]
     integers = state.args[len(state.tensors) :]
     enqueue = state.config.launcher.variant((*state.tensors, *integers, *cached, *own), *constants)
@@ -157,6 +157,7 @@ def _config(
     tree: bool,
     window: bool,
     softcap: bool,
+    dependent: bool,
 ) -> Config:
     group = heads // kv_heads
     precision = "ieee" if dtype == torch.float32 else "tf32"
@@ -165,12 +166,12 @@ def _config(
         requests, tiling.block_m, tiling.block_n, tiling.rows, tiling.parts, tiling.split, ragged, tree,
         precision, tiling.stages, window, softcap,
     )  # fmt: skip
-    return Config(_launcher(tiling.warps), constants)
+    return Config(_launcher(tiling.warps, dependent), constants)
 
 
 @cache
-def _launcher(warps: int) -> Launcher:
-    return Launcher(attend_kernel, num_warps=warps)
+def _launcher(warps: int, dependent: bool) -> Launcher:
+    return Launcher(attend_kernel, num_warps=warps, launch_pdl=dependent)
 
 
 @cache

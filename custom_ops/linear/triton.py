@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..launch import Launcher, interpreted
+from ..launch import Launcher, dependent_launches
 from .plans import Plan
 
 
@@ -20,7 +20,7 @@ def linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Te
     shape = (plan.splits, *x.shape[:-1], rows) if plan.splits > 1 else (*x.shape[:-1], rows)
     out = x.new_empty(shape, dtype=torch.float32 if plan.splits > 1 else x.dtype)
     even = columns % (plan.block_k * plan.splits) == 0 and rows % plan.block_n == 0
-    dependent = _dependent_launches(x)
+    dependent = dependent_launches(x.device)
     launcher = _launcher(tokens == 1, plan.warps, plan.stages, dependent)
     launcher(
         (-(-rows // plan.block_n), plan.splits, 1),
@@ -36,10 +36,6 @@ def linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Te
         bool(plan.trigger),
     )
     return out
-
-
-def _dependent_launches(x: Tensor) -> bool:
-    return x.is_cuda and not interpreted() and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 @cache

@@ -4,18 +4,12 @@ Note [Cold weights]
 In a model every layer reads weights of its own, and by the time a layer comes round again the L2 cache holds
 others. So a candidate is timed on several copies of the weight in turn, together larger than the cache, in a
 captured graph, as it will run. A chain of equal kernels also shows what a dependent launch is worth.
-
-Note [Neighbours]
-Inductor fuses what stands before and after a linear into the kernel that it generates for it, and every
-program of that kernel computes it again: a gated activation before the second projection of a Llama made 28
-microseconds 32 (H200). Alone it is measured without, so it has to win by more than that. And what is hardly
-faster than the library's kernel is noise.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +20,6 @@ from .ops import linear_few
 from .plans import MAX_TOKENS, Plan, candidates
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-_WEIGHTS = {"library": 0.97, "generated": 1.1}
 _CALLS, _ROUNDS = 12, 5
 
 Linear = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
@@ -42,8 +35,7 @@ def fastest(
         generated: makes the linear that the compiler generates; None where it generates none.
 
     Returns:
-        way -> microseconds, the one to take first. A way is "library", "generated", or the fields of a
-        `Plan`, joined by spaces.
+        way -> microseconds. A way is "library", "generated", or the fields of a `Plan`, joined by spaces.
     """
     ways: dict[str, Linear] = {"library": functional.linear}
     if generated is not None:
@@ -56,13 +48,7 @@ def fastest(
     if fastest_kernel is not None:
         patient = Plan(*map(int, fastest_kernel.split()))._replace(trigger=0)
         times[_name(patient)] = _microseconds(_by(patient), x, weights, bias)
-    return rank(times)
-
-
-def rank(times: Mapping[str, float]) -> dict[str, float]:
-    """The same times, the way to take first (Note [Neighbours])."""
-    weighted = {name: time * _WEIGHTS.get(name, 1.0) for name, time in times.items()}
-    return {name: times[name] for name in sorted(weighted, key=weighted.__getitem__)}
+    return times
 
 
 def _name(plan: Plan) -> str:
@@ -84,22 +70,25 @@ def _copies(weight: Tensor) -> list[Tensor]:
 
 def _microseconds(way: Linear, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> float:
     """Median time of one call, replayed in a graph of many; infinite for a kernel that does not fit."""
-    calls = max(_CALLS, len(weights))
-    stream = torch.cuda.Stream(x.device)
-    graph = torch.cuda.CUDAGraph()
+    turns = max(-(-_CALLS // len(weights)), 1)
+    try:
+        took = graph_microseconds(lambda: [way(x, weight, bias) for weight in weights], turns)
+    except _does_not_fit():
+        return float("inf")
+    return took / len(weights)
 
-    def run() -> Any:
-        return [way(x, weights[call % len(weights)], bias) for call in range(calls)]
 
-    stream.wait_stream(torch.cuda.current_stream(x.device))
+def graph_microseconds(call: Callable[[], Any], turns: int = 4) -> float:
+    """Median time of `call` on the device, replayed in a graph that makes it `turns` times."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        try:
-            way(x, weights[0], bias)
-        except _does_not_fit():
-            return float("inf")
+        call()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            run()
-        return statistics.median(_replayed(graph) for _ in range(_ROUNDS)) / calls
+            kept = [call() for _ in range(turns)]
+        times = [_replayed(graph) for _ in range(_ROUNDS)]
+    del kept
+    return statistics.median(times) / turns
 
 
 def _does_not_fit() -> type[Exception]:
