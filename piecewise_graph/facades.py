@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +28,18 @@ def register_attention(name: str = "piecewise", implementation: str = "auto") ->
     from piecewise_graph.custom_ops.attention import transformers
 
     transformers.register(name, implementation)
+
+
+def bind_copy(destinations: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool] | None:
+    """See custom_ops/copies.py; None on a CPU, and without Triton."""
+    if not all(tensor.is_cuda for tensor in destinations):
+        return None
+    try:
+        from piecewise_graph.custom_ops import copies
+
+        return copies.bind_copy(destinations)
+    except ImportError:
+        return None
 
 
 def fastest_linear(

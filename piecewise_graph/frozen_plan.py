@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piecewise_graph import _torch
+from piecewise_graph import _torch, facades
 from piecewise_graph.context import ForwardContext
 from piecewise_graph.runtime import Runtime
 from piecewise_graph.shapes import overwrite
@@ -50,6 +50,7 @@ class FrozenPlan:
         self._expanded = frozenset(
             place for place, index in enumerate(inputs) if index in dict(plan.expanded)
         )
+        self._copy = None if self._expanded else facades.bind_copy(self._views)
         self._padding = plan.padding
         self._pool, self._template = runtime.family.pool, template
         self._on_gpu = runtime.program.device.type == "cuda"
@@ -92,6 +93,8 @@ class FrozenPlan:
 
     def _copy_in(self, tensors: Sequence[Tensor], foreign: Sequence[int]) -> None:
         """Bring what the caller did not write in place, in one launch."""
+        if self._copy is not None and self._copy(tensors):
+            return
         plain = [place for place in foreign if place not in self._expanded]
         if plain:
             torch._foreach_copy_([self._views[i] for i in plain], [tensors[i] for i in plain])
