@@ -1,34 +1,26 @@
-"""The Triton implementation against attention as a loop: compiled on a GPU, in Triton's interpreter without.
-
-Triton reads TRITON_INTERPRET when it is imported, so the interpreter needs a process of its own.
-"""
+"""The Triton implementation against attention as a loop: compiled on a GPU, in Triton's interpreter without."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from attention_cases import Case, Shape, check, expected, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from test_attention import SHAPES, shapes
 
 from piecewise_graph.custom_ops.attention import AttentionBatch
 from piecewise_graph.custom_ops.attention.call import AttentionCall
 from piecewise_graph.custom_ops.errors import AttentionError
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-needs_kernels = [] if INTERPRETED else pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 LONG = ((300, 1), (0, 1), (0, 0), (517, 1))
@@ -56,13 +48,9 @@ BIG = {
 }
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+@starts_the_interpreter
 def test_triton_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    assert_passes_interpreted(__file__)
 
 
 def case_of(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> Case:

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 
 import piecewise_graph as pg
 from piecewise_graph.custom_ops.copies import SLOTS, bind_copy
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-needs_kernels = [] if INTERPRETED else pytest.mark.gpu
 DTYPES = [torch.int64, torch.int32, torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+@starts_the_interpreter
 def test_kernel_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    assert_passes_interpreted(__file__)
 
 
 class TestKernel:

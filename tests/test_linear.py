@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from torch import Tensor
 
 from piecewise_graph import linear_choice
 from piecewise_graph.custom_ops.linear import MAX_TOKENS, Plan, linear_few
 from piecewise_graph.custom_ops.linear.plans import candidates, is_plan
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-needs_kernels = [] if INTERPRETED else pytest.mark.gpu
 EXAMPLES = settings(max_examples=15 if INTERPRETED else 60, deadline=None)
 # The interpreter multiplies matrices of bfloat16 as if they were integers.
 DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+@starts_the_interpreter
 def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    assert_passes_interpreted(__file__)
 
 
 def operands(tokens: int, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:

@@ -1,21 +1,15 @@
-"""The Triton kernels against the torch reference: compiled on a GPU, in Triton's interpreter without one.
-
-Triton reads TRITON_INTERPRET when it is imported, so the interpreter needs a process of its own.
-"""
+"""The Triton kernels against the torch reference: compiled on a GPU, in Triton's interpreter without one."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from test_metadata import (
     PAGES,
     SEEDS,
@@ -28,20 +22,14 @@ from torch import Tensor
 
 from piecewise_graph.custom_ops import metadata as md
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-needs_kernels = [] if INTERPRETED else pytest.mark.gpu
 EXAMPLES = settings(max_examples=25 if INTERPRETED else 60, deadline=None)
 SIZES, PAGE_SIZES = st.integers(1, 6), st.sampled_from(sorted(PAGES))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+@starts_the_interpreter
 def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    assert_passes_interpreted(__file__)
 
 
 def kernel(name: str, flat: tuple) -> None:

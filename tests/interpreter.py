@@ -1,0 +1,25 @@
+"""Triton kernels without a GPU: a test file runs itself once more in Triton's interpreter.
+
+Triton reads TRITON_INTERPRET when it is imported, so the interpreter needs a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_kernels = [] if INTERPRETED else pytest.mark.gpu
+starts_the_interpreter = pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
+
+
+def assert_passes_interpreted(file: str) -> None:
+    """All tests of `file` pass in a process whose kernels are interpreted."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
