@@ -1,4 +1,4 @@
-"""The Triton implementation against attention as a loop: compiled on a GPU, in Triton's interpreter without."""
+"""The Triton implementation against attention as a loop: compiled, or in the interpreter without a GPU."""
 
 from __future__ import annotations
 
