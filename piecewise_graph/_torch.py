@@ -145,6 +145,18 @@ def raise_recompile_limit() -> None:
     config.recompile_limit = max(config.recompile_limit, 64)
 
 
+def guard_every_weight() -> None:
+    """Have Dynamo look at weights on every call, as torch 2.13 does by default.
+
+    Torch 2.11 takes a module's tensors for unchanged while its dictionaries are: `p.data = ...` with another
+    dtype or shape then reaches a trace that was compiled for the old one. Process-wide, like the settings.
+    """
+    config = torch._dynamo.config
+    for shortcut in ("use_recursive_dict_tags_for_guards", "skip_tensor_guards_with_matching_dict_tags"):
+        if hasattr(config, shortcut):
+            setattr(config, shortcut, False)
+
+
 # --- compilers ------------------------------------------------------------------------------------
 
 # Graph capture is ours: a user's global reduce-overhead must not nest. Freezing would bake one layer's

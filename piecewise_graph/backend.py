@@ -63,6 +63,7 @@ def build(gm: GraphModule, example_inputs: Sequence[Any], find_family: FindFamil
         find_family: weights of a model -> its family.
     """
     counters.add("traces")
+    _torch.guard_every_weight()
     family = find_family([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
     compiler = family.config.compiler
     _torch.publish_graph("before_split", gm)

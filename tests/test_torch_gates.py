@@ -630,6 +630,25 @@ def test_a_server_may_hold_more_models_of_a_class_than_dynamo_allows_for() -> No
     assert torch._dynamo.config.recompile_limit >= 64
 
 
+def test_dynamo_looks_at_every_weight() -> None:
+    """Guards of a trace that was made since see a weight of another dtype in an unchanged module."""
+    _torch.guard_every_weight()
+    traced: list[GraphModule] = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        traced.append(gm)
+        return gm.forward
+
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 3))
+    compiled, ids = torch.compile(model, backend=backend), torch.tensor([1, 2])
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.float64, torch.float64):
+            model[0].weight.data = model[0].weight.data.to(dtype)
+            for _ in range(3):
+                assert compiled(ids).dtype == dtype
+    assert len(traced) == 2
+
+
 def test_published_graphs_go_through_the_function_that_depyf_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr(torch._dynamo.utils, "lazy_format_graph_code", lambda name, gm: shown.append(name))
