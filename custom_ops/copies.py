@@ -7,6 +7,7 @@ launch (launch.py) of a kernel that only copies takes a third.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -29,8 +30,9 @@ def bind_copy(destinations: Sequence[Tensor]) -> Copy | None:
         destinations: at most 4, contiguous, on one GPU.
 
     Returns:
-        the function, which enqueues one kernel on the current stream and answers True, or False, and nothing
-        done, for tensors that are not contiguous; None where the kernel cannot serve.
+        the function, which enqueues one kernel on the current stream and answers True; or False, and nothing
+        done, for tensors that are not contiguous or while another device is current. None where the kernel
+        cannot serve.
     """
     if not 0 < len(destinations) <= SLOTS or not all(map(_serves, destinations)):
         return None
@@ -38,12 +40,16 @@ def bind_copy(destinations: Sequence[Tensor]) -> Copy | None:
     sizes = [tensor.numel() for tensor in destinations] + [0] * unused
     targets = [*destinations, *([destinations[0]] * unused)]
     interleaved = [part for to, size in zip(targets, sizes, strict=True) for part in (to, to, size)]
-    enqueue = _launcher().variant(interleaved, _BLOCK)
+    device = destinations[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        enqueue = _launcher().variant(interleaved, _BLOCK)
     grid = (-(-max(sizes) // _BLOCK), len(destinations), 1)
     fixed = [(address(to), size) for to, size in zip(targets, sizes, strict=True)]
     rest = tuple(part for to, size in fixed[len(destinations) :] for part in (to, to, size))
 
     def copy(sources: Sequence[Tensor]) -> bool:
+        if device.type == "cuda" and torch.cuda.current_device() != device.index:
+            return False  # a launch would go to the other device
         arguments: list[Any] = []
         for source, (to, size) in zip(sources, fixed, strict=False):
             if not source.is_contiguous():

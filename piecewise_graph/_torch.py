@@ -195,7 +195,8 @@ def compile_exact(
     """Compile one segment for exactly the sizes of `inputs` (real tensors), with kernels tuned by trying.
 
     Args:
-        dependent_launches: let kernels start while the one before them ends (Hopper and later).
+        dependent_launches: let kernels start while the one before them ends (Hopper and later); they wait for
+            it before they touch memory.
     """
     from torch._inductor import config, standalone_compile
 
@@ -203,10 +204,38 @@ def compile_exact(
         "coordinate_descent_tuning": True,
         "combo_kernels": True,  # what several small kernels would do side by side, in one
         "triton.enable_pdl": dependent_launches,
+        # Inductor's cache must not give us kernels that it made without `kernels_wait_first`: another key.
+        "kernel_name_max_ops": 11,
     }
     patches = _PATCHES | {name: value for name, value in wanted.items() if _has_option(config, name)}
     options = {"config_patches": patches}
-    return standalone_compile(gm, list(inputs), dynamic_shapes="from_example_inputs", options=options)
+    with kernels_wait_first():
+        return standalone_compile(gm, list(inputs), dynamic_shapes="from_example_inputs", options=options)
+
+
+@contextmanager
+def kernels_wait_first() -> Iterator[None]:
+    """Triton kernels that Inductor makes for dependent launches begin with their wait.
+
+    Left alone they wait where they first read what the kernel before has written: not at all where they read
+    nothing, and late where they overwrite memory that one is still reading.
+    """
+    from torch._inductor.codegen import triton
+
+    kernel: Any = triton.TritonKernel
+    theirs = kernel._filter_pdl
+
+    def wait_first(self: Any, code: Any) -> None:
+        theirs(self, code)
+        if self._enable_pdl_codegen():
+            marks = self.GDC_WAIT, self.GDC_LAUNCH
+            code._lines = [*marks, *(line for line in code._lines if str(line).strip() not in marks)]
+
+    kernel._filter_pdl = wait_first
+    try:
+        yield
+    finally:
+        kernel._filter_pdl = theirs
 
 
 def _has_option(config: Any, name: str) -> bool:

@@ -33,7 +33,6 @@ class SegmentFacts:
         computes: it does more than make views and allocate.
         size_is_a_number: a size enters the arithmetic (`x / T`), not only shapes.
         uninitialised: outputs that it allocates and does not write, for a splitting op to fill.
-        fills: it makes tensors of constants or counters, out of no other tensor.
     """
 
     written: frozenset[int]
@@ -45,7 +44,6 @@ class SegmentFacts:
     computes: bool
     size_is_a_number: bool
     uninitialised: frozenset[int]
-    fills: bool
 
 
 class _Observations:
@@ -53,7 +51,7 @@ class _Observations:
         self.written: set[int] = set()
         self.allocated: set[int] = set()
         self.alive: list[Tensor] = []  # a storage that died could lend its id to another one
-        self.random = self.host_sync = self.casts = self.computes = self.numbers = self.fills = False
+        self.random = self.host_sync = self.casts = self.computes = self.numbers = False
 
     def note(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         schema = op._schema
@@ -72,7 +70,6 @@ class _Observations:
         if allocates:
             self.allocated.add(_torch.storage_id(result))
             self.alive.append(result)
-        self.fills |= not allocates and _fills(op)
         self.computes |= isinstance(result, (Tensor, tuple, list)) and not is_view and not allocates
 
     def _note_write(self, argument: Any, value: Any) -> None:
@@ -106,16 +103,6 @@ def analyse(gm: GraphModule, inputs: Sequence[Any]) -> SegmentFacts:
         computes=seen.computes,
         size_is_a_number=seen.numbers,
         uninitialised=frozenset(i for i, s in enumerate(out_ids) if s in seen.allocated - seen.written),
-        fills=seen.fills,
-    )
-
-
-def _fills(op: Any) -> bool:
-    """zeros, arange, full_like, new_ones, zero_: what is written depends on no tensor's values."""
-    name = op._schema.name.partition("::")[2]
-    reads = any("Tensor" in str(argument.type) for argument in op._schema.arguments)
-    return (
-        not reads or name.endswith("_like") or name.startswith("new_") or name in ("fill_", "zero_", "fill")
     )
 
 

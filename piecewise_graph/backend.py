@@ -90,7 +90,7 @@ def build(gm: GraphModule, example_inputs: Sequence[Any], find_family: FindFamil
     static = None if program.contract.symbols else _static_tokens(graph)
     bound = _bound_tensors(graph, example_inputs)
     at_fixed_addresses = _fixed(graph, with_merged(example_inputs, merge.layouts))
-    program = specialized(program, at_fixed_addresses, family.config, family.compiled)
+    program = specialized(program, static, at_fixed_addresses, family.config, family.compiled)
     return per_model(
         lambda of, tensors: Runtime(program, of, static, tensors), find_family, bound, example_inputs
     )

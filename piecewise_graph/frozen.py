@@ -22,7 +22,7 @@ from torch import Tensor
 from piecewise_graph import _torch
 from piecewise_graph.call_names import describe, forward_signature, leaf_names
 from piecewise_graph.context import ForwardContext, get_forward_context
-from piecewise_graph.errors import FreezeError
+from piecewise_graph.errors import AddressMovedError, FreezeError, MergedWeightsError
 from piecewise_graph.family import Family
 from piecewise_graph.frontend import plain_strides
 from piecewise_graph.frozen_plan import MISS, FrozenPlan
@@ -213,14 +213,22 @@ class Frozen:
         The example is run again through the compiled model. Tapes that hold old addresses are dropped and
         captured again (lazily, or by pg.capture).
         """
-        args, kwargs = _torch.unflatten(self._example, self._structure)
-        runtime = self._trace.runtime
-        if not runtime.addresses.hold(self._trace.template):
-            runtime.drop_graphs()
-            runtime.family.sealed = False
         self._plans.clear()
-        self._trace = _Trace.of(_observe(self._compiled, args, kwargs), self._example)
+        self._trace = _Trace.of(self._observe_anew(), self._example)
         self._training = self._module.training if self._module is not None else False
+
+    def _observe_anew(self) -> _Observed:
+        """The example's run, by graphs that read the weights where they are now."""
+        args, kwargs = _torch.unflatten(self._example, self._structure)
+        try:
+            seen = _observe(self._compiled, args, kwargs)
+            if seen.runtime.addresses.hold(seen.args):
+                return seen
+        except (AddressMovedError, MergedWeightsError):  # graphs hold what was replaced
+            pass
+        self._trace.runtime.drop_graphs()
+        self.family.sealed = False
+        return _observe(self._compiled, args, kwargs)
 
     def _check_call(self, leaves: Sequence[Any]) -> None:
         """Refuse what the trace does not cover, besides shapes (Note [What a frozen call still checks])."""

@@ -150,7 +150,7 @@ class GraphPool:
             torch.cuda.set_stream(self._default)
             if device != self._stream.device_index:
                 torch.cuda.set_device(device)
-        self._default.wait_event(self._stream.record_event(after))
+            self._default.wait_event(self._stream.record_event(after))
 
     def capture(
         self, run: Run, inputs: Sequence[object], *, warm: Sequence[Tensor] | None = None

@@ -8,11 +8,11 @@ kernel that Inductor generates and kernels of ours do at different speeds. Which
 for each shape (linear_choice.py). All that takes seconds per size and distinct segment, so it has to be
 asked for.
 
-Note [Dependent launches need loads]
-A kernel that starts while the one before it ends waits for that one before it reads, and so is not done
-before that one is. Inductor's kernels that read nothing (they fill a tensor) do not wait: they may be done
-before the kernel before them, and whoever waits for them alone would read too early. Segments that fill
-anything are compiled without dependent launches.
+Note [Waiting first]
+A kernel that starts while the one before it ends must not touch memory before that one is done, and lets its
+own dependents start only then: so whoever starts may rely on everything before its predecessor being done.
+Our kernels do (custom_ops/linear/kernels.py), Inductor's are made to (_torch.kernels_wait_first). A segment
+with a Triton kernel of the user's in it, which may not, is compiled without dependent launches.
 
 Note [The same answers]
 Such code is another compile of the same graph; before it may serve, it runs beside the code for all sizes on
@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,7 +37,6 @@ from torch.fx.node import map_arg
 from torch.nn import functional
 
 from piecewise_graph import _torch, facades
-from piecewise_graph.analysis import SegmentFacts
 from piecewise_graph.compiler import CompiledSegment, ExactCode
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.linear_choice import PREFERENCES, Times, choose, plan_of, preferred
@@ -50,6 +51,7 @@ RunSegment = Callable[..., Sequence[Tensor]]
 
 def specialized(
     program: Program,
+    static_tokens: int | None,
     bound: Mapping[int, Tensor],
     config: PiecewiseConfig,
     compiled: dict[str, CompiledSegment],
@@ -57,23 +59,27 @@ def specialized(
     """`program` with code for each of `config.specialize` in its segments.
 
     Args:
+        static_tokens: token count of a trace of fixed shapes, the only one that it can serve.
         bound: slot -> weight; kernels are measured on real ones.
         compiled: structures by key, shared by the traces of one model; what is made is put back there.
     """
-    sizes = [size for size in config.specialize if _is_valid(program, size)]
-    if not sizes or program.token is None or program.blocked or config.compiler != "inductor":
+    sizes = [size for size in config.specialize if _serves(program, static_tokens, size)]
+    if not sizes or program.blocked or config.compiler != "inductor":
         return program
-    for step in program.split.segments:
-        segment = compiled[program.compiled.segments[step.index].key]
-        missing = [size for size in sizes if size not in segment.exact]
-        if segment.facts.computes and missing:
-            made = {size: _make(program, step, segment, bound, size, config.artifact_dir) for size in missing}
-            compiled[segment.key] = replace(segment, exact={**segment.exact, **made})
+    with torch.cuda.device(program.device) if program.device.type == "cuda" else nullcontext():
+        for step in program.split.segments:
+            segment = compiled[program.compiled.segments[step.index].key]
+            missing = [size for size in sizes if size not in segment.exact]
+            if segment.facts.computes and missing:
+                made = {n: _make(program, step, segment, bound, n, config.artifact_dir) for n in missing}
+                compiled[segment.key] = replace(segment, exact={**segment.exact, **made})
     segments = {index: compiled[segment.key] for index, segment in program.compiled.segments.items()}
     return replace(program, compiled=replace(program.compiled, segments=segments))
 
 
-def _is_valid(program: Program, size: int) -> bool:
+def _serves(program: Program, static_tokens: int | None, size: int) -> bool:
+    if program.token is None:
+        return size == static_tokens
     return program.contract.size_violation(program.sizes_at(size)) is None
 
 
@@ -87,11 +93,9 @@ def _make(
 ) -> ExactCode:
     began = time.perf_counter()
     try:
-        given = _inputs(program, step, segment, bound, size)
-        run, linears = _compile(step.gm, segment.facts, given, cache_dir)
-        found = run(*given)
-        expected = segment.run(*_inputs(program, step, segment, bound, size))
-        why = None if _all_agree(segment, expected, found) else "differs"
+        given = partial(_inputs, program, step, segment, bound, size)
+        run, linears = _compile(step.gm, given(), cache_dir)
+        why = None if _agrees(segment, run, given(), given()) else "differs"
     except Exception as error:  # whatever it was: there is code for all sizes
         if _torch.is_dynamo_control_flow(error):
             raise
@@ -105,7 +109,7 @@ def _make(
 
 
 def _compile(
-    gm: GraphModule, facts: SegmentFacts, given: Sequence[Any], cache_dir: str | None
+    gm: GraphModule, given: Sequence[Any], cache_dir: str | None
 ) -> tuple[RunSegment, tuple[str, ...]]:
     """`gm` for exactly the sizes of `given`, and which kernels serve its linears."""
     made: dict[tuple[str, ...], RunSegment] = {}
@@ -116,7 +120,8 @@ def _compile(
         _drop_copies(exact.graph)
         linears = _choose_linears(exact, tensors, cache_dir, handicaps)
         if linears not in made:
-            run = _torch.compile_exact(exact, tensors, dependent_launches=not facts.fills)
+            foreign = any(_torch.is_higher_order(node.target) for node in exact.graph.nodes)
+            run = _torch.compile_exact(exact, tensors, dependent_launches=not foreign)
             made[linears] = partial(_run_on, run, kept)
     if len(made) == 1:
         return next((run, linears) for linears, run in made.items())
@@ -158,12 +163,26 @@ def _random(spec: TensorSpec, sizes: Sizes, generator: torch.Generator) -> Tenso
     return made
 
 
-def _all_agree(segment: CompiledSegment, expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
+def _agrees(segment: CompiledSegment, run: RunSegment, given: Sequence[Any], same: Sequence[Any]) -> bool:
+    """`run` does to `given` what the segment's code for all sizes does to `same`, inputs included."""
+    found, expected = run(*given), segment.run(*same)
+    inputs = zip(given, same, strict=True)
+    written = all(agree(want, got) for got, want in inputs if isinstance(got, Tensor) and got is not want)
     pairs = enumerate(zip(expected, found, strict=True))
-    return all(
-        same_layout(got, want.stride()) and (index in segment.facts.uninitialised or agree(want, got))
-        for index, (want, got) in pairs
+    return (
+        written
+        and _shared(given, found) == _shared(same, expected)
+        and all(
+            same_layout(got, want.stride()) and (index in segment.facts.uninitialised or agree(want, got))
+            for index, (want, got) in pairs
+        )
     )
+
+
+def _shared(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> list[bool]:
+    """Which outputs lie in the memory of an input."""
+    held = {_torch.storage_id(value) for value in inputs if isinstance(value, Tensor)}
+    return [_torch.storage_id(output) in held for output in outputs]
 
 
 def _at_size(gm: GraphModule, inputs: Sequence[Any]) -> tuple[GraphModule, list[int]]:
@@ -198,7 +217,9 @@ def _choose_linears(
             continue
         x, (weight, bias) = _torch.example_value(given[0]), (weights.get(a) for a in given[1:])
         tokens = x.numel() // x.shape[-1]
-        if weight is None or not weight.is_contiguous() or tokens > facades.linear_max_tokens():
+        if weight is None or tokens > facades.linear_max_tokens():
+            continue
+        if not weight.is_contiguous() or (bias is not None and not bias.is_contiguous()):
             continue
         times = choose(tokens, weight, bias, cache_dir)
         if times is None:
@@ -215,11 +236,30 @@ def _choose_linears(
 
 
 def _drop_copies(graph: Graph) -> None:
-    """Parts of a merged result are copied, to lie in one piece (merge_linears.py); of one row they do."""
-    for node in [n for n in graph.nodes if n.target is torch.clone and n.args[0].target is torch.narrow]:
-        if _torch.example_value(node.args[0]).is_contiguous():
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+    """Leave out the copies of a merged linear's parts (merge_linears.py) that lie in one piece anyway.
+
+    Only where all that becomes of the result are such parts, apart from one another: then nobody can tell.
+    """
+    for linear in [node for node in graph.nodes if node.target is functional.linear]:
+        parts = list(linear.users)
+        copies = [user for part in parts for user in part.users]
+        if not parts or not all(map(_is_part, parts)) or any(len(part.users) != 1 for part in parts):
+            continue
+        in_one_piece = all(_torch.example_value(part).is_contiguous() for part in parts)
+        if in_one_piece and _apart(parts) and all(copy.target is torch.clone for copy in copies):
+            for part, copy in zip(parts, copies, strict=True):
+                copy.replace_all_uses_with(part)
+                graph.erase_node(copy)
+
+
+def _is_part(node: Node) -> bool:
+    return node.target is torch.narrow and len(node.args) == 4 and bool(node.args[1] == -1)
+
+
+def _apart(parts: Sequence[Node]) -> bool:
+    """These `narrow(x, -1, start, length)` do not overlap."""
+    ranges: Any = sorted([list(part.args[2:]) for part in parts])
+    return all(bool(start + length <= after) for (start, length), (after, _) in pairwise(ranges))
 
 
 def _linear_arguments(node: Node) -> tuple[Node, Node, Node | None] | None:

@@ -10,6 +10,7 @@ tensors narrowed to the real token count. Two kinds work:
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 from collections.abc import Callable, Iterator
@@ -137,6 +138,10 @@ _IN_PLACE_OPERATORS = frozenset(
 )
 
 
+# Arguments that make a function of torch.nn.functional write: activations, embeddings, batch norms.
+_WRITING_SWITCHES = ("inplace", "max_norm", "training")
+
+
 def may_write(node: Node) -> bool:
     """In-place calls have to run although nobody reads what they return."""
     if node.op == "call_method":
@@ -146,7 +151,18 @@ def may_write(node: Node) -> bool:
         return overload._schema.is_mutable
     name = getattr(node.target, "__name__", "")
     in_place_name = name.endswith("_") and not name.endswith("__")
-    return in_place_name or node.target in _IN_PLACE_OPERATORS or "out" in node.kwargs
+    return in_place_name or node.target in _IN_PLACE_OPERATORS or "out" in node.kwargs or _is_in_place(node)
+
+
+def _is_in_place(node: Node) -> bool:
+    """`F.relu(x, inplace=True)`, `F.embedding(..., max_norm=1.0)`: functions that write when told to."""
+    if not callable(node.target):
+        return False
+    try:
+        given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):  # of builtins nothing is known but the keywords
+        given = dict(node.kwargs)
+    return any(given.get(switch) not in (None, False) for switch in _WRITING_SWITCHES)
 
 
 def leaked_op(node: Node) -> str | None:

@@ -586,6 +586,17 @@ def test_code_for_exact_sizes_computes_the_same(dependent_launches: bool) -> Non
             torch.testing.assert_close(run(x, weight)[0], gm(x, weight)[0])
 
 
+def test_kernels_wait_first_only_inside_of_the_block() -> None:
+    """What they then look like is in test_closed_holes.py."""
+    from torch._inductor.codegen.triton import TritonKernel
+
+    theirs = TritonKernel._filter_pdl
+    with _torch.kernels_wait_first():
+        assert TritonKernel._filter_pdl is not theirs
+        assert TritonKernel.GDC_WAIT != TritonKernel.GDC_LAUNCH
+    assert TritonKernel._filter_pdl is theirs
+
+
 def test_propagation_gives_every_node_its_fake_value() -> None:
     gm = small_graph()
     _torch.propagate(gm, [torch.randn(3, 8), torch.randn(4, 8)])

@@ -21,6 +21,7 @@ def linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Te
     out = x.new_empty(shape, dtype=torch.float32 if plan.splits > 1 else x.dtype)
     even = columns % (plan.block_k * plan.splits) == 0 and rows % plan.block_n == 0
     dependent = dependent_launches(x.device)
+    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     launcher = _launcher(tokens == 1, plan.warps, plan.stages, dependent)
     launcher(
         (-(-rows // plan.block_n), plan.splits, 1),
