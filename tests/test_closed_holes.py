@@ -114,7 +114,7 @@ def test_rebind_after_one_parameter_was_replaced(merge: bool) -> None:
 
 
 def test_third_model_of_a_trace_that_shares_a_layer_is_refused_by_name() -> None:
-    """Its weight lies in the first one's layout already, and the trace that all three share wants it merged."""
+    """Its weight lies in the first one's layout, and the trace that all three share wants it merged."""
     models = [Calls(_pair) for _ in range(3)]
     models[2].a = models[0].a
     options = {"capture_sizes": [1, 4], "max_tokens": 4, "compiler": "eager", "merge_linears": True}

@@ -724,13 +724,14 @@ def test_merged_weights_die_with_the_model(reset: bool, device: torch.device) ->
 
 def test_reset_lets_go_of_the_memory(device: torch.device) -> None:
     """Graphs hold the merged tensors; without them only the parameters do."""
+    others = set(merged_weights._over.keys())
     model = Llama().to(device)
     fast = merged(model)
     agree(fast, model, device)
-    assert len(merged_weights._over) == 2 * 2
+    assert len(set(merged_weights._over.keys()) - others) == 2 * 2
     pg.reset()
     gc.collect()
-    assert not merged_weights._over
+    assert not set(merged_weights._over.keys()) - others
 
 
 def test_warm_start_from_cache_dir(device: torch.device, tmp_path: Path) -> None:
