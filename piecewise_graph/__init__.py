@@ -4,12 +4,14 @@
 
 A trace goes one way through the package, a file per stage:
 
-    backend     what Dynamo calls: composition of the stages
-    splitter    FX graph -> steps, cut at registered splitting ops (splitting_ops, split_graph)
-    compiler    one compiled function per distinct segment structure (analysis)
-    recorder    steps x bucket -> ReplayTape: rehearse, prove padding harmless, capture
-                (padding, static_inputs, graph_pool, tape)
-    runtime     one dispatch per forward, then the tape (dispatch, program)
+    backend         what Dynamo calls: composition of the stages
+    merge_linears   linears of one input as one (merged_weights); an option
+    splitter        FX graph -> steps, cut at registered splitting ops (splitting_ops, split_graph)
+    compiler        one compiled function per distinct segment structure (analysis)
+    specialize      code for the exact size of a bucket (linear_choice); an option
+    recorder        steps x bucket -> ReplayTape: rehearse, prove padding harmless, capture
+                    (padding, static_inputs, graph_pool, tape)
+    runtime         one dispatch per forward, then the tape (dispatch, program)
 
 `frontend` is pg.compile, `report` is pg.explain, `precapture` is pg.capture and pg.plan (planner).
 """
