@@ -84,9 +84,8 @@ class RequestTable:
 
     Attributes:
         block_table: int32 `[max_requests + 1, max_pages]` on the device; row r lists the pages of request
-        slot
-            r in order, 0 where it has none. With a page size of 1 its entries are cache slots: the table that
-            SGLang calls `req_to_token`.
+            slot r in order, 0 where it has none. With a page size of 1 its entries are cache slots: the
+            table that SGLang calls `req_to_token`.
     """
 
     def __init__(

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 def register_attention(name: str = "piecewise", implementation: str = "auto") -> None:
     """Register the paged attention op with transformers, under `attn_implementation=name`.
 
-    Such a model takes the tokens of all requests in one row (`input_ids` and `position_ids` `[1,
-    num_tokens]`, `use_cache=False`); whose they are, and where their K and V lie, comes from
-    `pg.forward_context(attention=AttentionBatch(...))`.
+    Such a model takes the tokens of all requests in one row: `input_ids` and `position_ids` of shape `[1,
+    num_tokens]`, and `use_cache=False`. Pass the last two always: left out, transformers counts positions
+    from 0 and keeps a cache of its own. Whose the tokens are, and where their K and V lie, comes from
+    `pg.forward_context(attention=batch)`; `custom_ops.attention.make_batch` makes a batch.
 
     Args:
         name: what models will ask for.

@@ -40,7 +40,8 @@ def freeze(compiled: Any, *example_args: Any, **example_kwargs: Any) -> Frozen:
 
     Args:
         compiled: what pg.compile or torch.compile(..., backend="piecewise") returned.
-        example_args, example_kwargs: a legal call. The model runs on them.
+        example_args, example_kwargs: a legal call. The model runs on them, so call this under
+            torch.no_grad(), and inside the forward context that the model needs.
 
     Returns:
         see `Frozen`.

@@ -37,14 +37,12 @@ class AttentionBatch:
         seq_lens: int32 `[requests]`, tokens of each request with this batch's; 0 for a padded request.
         qo_indptr: int32 `[requests + 1]`, the first row of each request, then the number of live rows.
         slot_mapping: int32 `[num_tokens]`, the cache slot to which each row's K and V go; padded rows name
-        the
-            sink (slot 0).
+            the sink (slot 0).
         max_query_len: upper bound of the rows of one request.
         max_seq_len: upper bound of `seq_lens`, in a captured graph for all its replays.
         query_len: where every request has the same number of rows, padded ones included: that number.
         tree_mask: bool `[requests, max_query_len, width]`: which of a request's last `width` tokens each of
-        its
-            rows sees (its own row and its ancestors); all before them are seen. None = causal.
+            its rows sees (its own row and its ancestors); all before them are seen. None = causal.
         host_query_lens, host_seq_lens: the same lengths on the host, for implementations that plan there.
         num_tokens: rows that the batch describes, padded requests' included.
         filled: at most one number: with how many tokens the model has to be called, where the host knows it

@@ -20,7 +20,8 @@ class BatchBuffers:
 
     Args:
         num_requests: of the batch, padded ones included.
-        num_tokens: rows of the batch, padded ones included.
+        num_tokens: rows of the batch, padded ones included: in a full graph the capture size to which the
+            call is padded, so each capture size needs buffers of its own.
         max_query_len: most rows of one request.
         max_seq_len: most tokens of one request; None = what the table has room for.
         uniform: every request has `max_query_len` rows.
@@ -90,7 +91,8 @@ class BatchBuffers:
                 otherwise with one row per row named here.
 
         Returns:
-            `positions`.
+            `positions`, all `num_tokens` of them; a call that is not padded takes the first
+            `sum(query_lens)`.
 
         Raises:
             AttentionError: lengths that cannot be, or more requests, rows or tokens than the buffers were
