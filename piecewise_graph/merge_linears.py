@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def _groups(gm: GraphModule, weights: Mapping[Node, Tensor]) -> list[_Group]:
     region = 0
     for node in gm.graph.nodes:
         region += _ends_region(node)
-        x, weight, bias = _operands(node)
+        x, weight, bias = linear_operands(node)
         kind = _kind(weight, weights, 2), bias is not None and _kind(bias, weights, 1)
         if isinstance(x, Node) and None not in kind:
             group = found.setdefault((x, region, kind), _Group())
@@ -101,7 +101,7 @@ def _ends_region(node: Node) -> bool:
     return opaque or node.target in switches or splitting_op_of(node) is not None or may_write(node)
 
 
-def _operands(node: Node) -> tuple[Any, Any, Any]:
+def linear_operands(node: Node) -> tuple[Any, Any, Any]:
     """(input, weight, bias) of a linear, Nones of another node."""
     if node.op != "call_function" or node.target is not torch.nn.functional.linear:
         return None, None, None
@@ -145,7 +145,7 @@ class _Merging:
                 return "weight_used_twice"
             if any(start % _ALIGNMENT for start in accumulate(self.weights[n].nbytes for n in nodes[:-1])):
                 return "unaligned"
-            if any(_operands(user)[0] is None for node in nodes for user in node.users):
+            if any(linear_operands(user)[0] is None for node in nodes for user in node.users):
                 return "weight_read_elsewhere"
         plain = all(_is_plain(_torch.example_value(node)) for node in group.linears)
         return None if plain else "strided_output"
@@ -220,7 +220,7 @@ def _merge(graph: Graph, group: _Group, members: Sequence[Node], merged: Mapping
     first = members[0]
     value, rows = _torch.example_value(first), [len(_torch.example_value(node)) for node in group.weights]
     with graph.inserting_before(first):
-        operands = (_operands(first)[0], *(merged[nodes] for nodes in group.layouts))
+        operands = (linear_operands(first)[0], *(merged[nodes] for nodes in group.layouts))
         linear = graph.call_function(torch.nn.functional.linear, operands)
         wide = linear.meta["example_value"] = value.new_empty((*value.shape[:-1], sum(rows)))
         for member, start, count in zip(members, accumulate(rows, initial=0), rows, strict=False):
@@ -231,3 +231,30 @@ def _merge(graph: Graph, group: _Group, members: Sequence[Node], merged: Mapping
             member.replace_all_uses_with(copy)
     for member in members:
         graph.erase_node(member)
+
+
+def drop_copies(graph: Graph) -> None:
+    """Leave out the copies of a merged linear's parts that lie in one piece anyway, as those of one row do.
+
+    Only where all that becomes of the result are such parts, apart from one another: then nobody can tell.
+    """
+    for linear in [node for node in graph.nodes if node.target is torch.nn.functional.linear]:
+        parts = list(linear.users)
+        copies = [user for part in parts for user in part.users]
+        if not parts or not all(map(_is_part, parts)) or any(len(part.users) != 1 for part in parts):
+            continue
+        in_one_piece = all(_torch.example_value(part).is_contiguous() for part in parts)
+        if in_one_piece and _apart(parts) and all(copy.target is torch.clone for copy in copies):
+            for part, copy in zip(parts, copies, strict=True):
+                copy.replace_all_uses_with(part)
+                graph.erase_node(copy)
+
+
+def _is_part(node: Node) -> bool:
+    return node.target is torch.narrow and len(node.args) == 4 and bool(node.args[1] == -1)
+
+
+def _apart(parts: Sequence[Node]) -> bool:
+    """These `narrow(x, -1, start, length)` do not overlap."""
+    ranges: Any = sorted([list(part.args[2:]) for part in parts])
+    return all(bool(start + length <= after) for (start, length), (after, _) in pairwise(ranges))

@@ -27,19 +27,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-from torch.nn import functional
 
 from piecewise_graph import _torch, facades
 from piecewise_graph.compiler import CompiledSegment, ExactCode
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.linear_choice import PREFERENCES, Times, choose, plan_of, preferred
+from piecewise_graph.merge_linears import drop_copies, linear_operands
 from piecewise_graph.padding import agree
 from piecewise_graph.program import Program
 from piecewise_graph.shapes import Sizes, TensorSpec, evaluate, overwrite, same_layout
@@ -117,7 +116,7 @@ def _compile(
         exact, kept = _at_size(gm, given)
         tensors = [given[index] for index in kept]
         _torch.propagate(exact, tensors)
-        _drop_copies(exact.graph)
+        drop_copies(exact.graph)
         linears = _choose_linears(exact, tensors, cache_dir, handicaps)
         if linears not in made:
             foreign = any(_torch.is_higher_order(node.target) for node in exact.graph.nodes)
@@ -212,8 +211,8 @@ def _choose_linears(
     weights = dict(zip((n for n in gm.graph.nodes if n.op == "placeholder"), inputs, strict=True))
     found: dict[str, str] = {}
     for node in list(gm.graph.nodes):
-        given = _linear_arguments(node)
-        if given is None or not all(a is None or a in weights for a in given[1:]):
+        given = linear_operands(node)
+        if not isinstance(given[0], Node) or not all(a is None or a in weights for a in given[1:]):
             continue
         x, (weight, bias) = _torch.example_value(given[0]), (weights.get(a) for a in given[1:])
         tokens = x.numel() // x.shape[-1]
@@ -235,45 +234,7 @@ def _choose_linears(
     return tuple(f"{shape}: {way}" for shape, way in found.items())
 
 
-def _drop_copies(graph: Graph) -> None:
-    """Leave out the copies of a merged linear's parts (merge_linears.py) that lie in one piece anyway.
-
-    Only where all that becomes of the result are such parts, apart from one another: then nobody can tell.
-    """
-    for linear in [node for node in graph.nodes if node.target is functional.linear]:
-        parts = list(linear.users)
-        copies = [user for part in parts for user in part.users]
-        if not parts or not all(map(_is_part, parts)) or any(len(part.users) != 1 for part in parts):
-            continue
-        in_one_piece = all(_torch.example_value(part).is_contiguous() for part in parts)
-        if in_one_piece and _apart(parts) and all(copy.target is torch.clone for copy in copies):
-            for part, copy in zip(parts, copies, strict=True):
-                copy.replace_all_uses_with(part)
-                graph.erase_node(copy)
-
-
-def _is_part(node: Node) -> bool:
-    return node.target is torch.narrow and len(node.args) == 4 and bool(node.args[1] == -1)
-
-
-def _apart(parts: Sequence[Node]) -> bool:
-    """These `narrow(x, -1, start, length)` do not overlap."""
-    ranges: Any = sorted([list(part.args[2:]) for part in parts])
-    return all(bool(start + length <= after) for (start, length), (after, _) in pairwise(ranges))
-
-
-def _linear_arguments(node: Node) -> tuple[Node, Node, Node | None] | None:
-    """(x, weight, bias) of a linear layer's node."""
-    if node.op != "call_function" or node.target is not functional.linear:
-        return None
-    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
-    x, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
-    if not isinstance(x, Node) or not isinstance(weight, Node) or not isinstance(bias, (Node, type(None))):
-        return None
-    return x, weight, bias
-
-
-def _replace_linear(graph: Graph, node: Node, given: tuple[Node, Node, Node | None], plan: list[int]) -> None:
+def _replace_linear(graph: Graph, node: Node, given: tuple[Any, Any, Any], plan: list[int]) -> None:
     dtype = _torch.example_value(node).dtype
     with graph.inserting_before(node):
         new = graph.call_function(facades.linear_few(), (*given, plan))
