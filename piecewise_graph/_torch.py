@@ -256,15 +256,6 @@ def propagate(gm: GraphModule, inputs: Sequence[Tensor]) -> None:
         Propagation(gm).run(*[mode.from_tensor(tensor) for tensor in inputs])
 
 
-def triton_version() -> str:
-    """The version of Triton, "none" without one."""
-    try:
-        import triton
-    except ImportError:
-        return "none"
-    return str(triton.__version__)
-
-
 def compile_whole(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
     """Compile an unsplit graph the way torch.compile does (autograd included)."""
     if compiler == "eager":

@@ -22,6 +22,7 @@ from torch.fx import Graph, GraphModule
 
 from piecewise_graph import _torch, facades
 from piecewise_graph.cache import Rejected, read_private, write_private
+from piecewise_graph.structure import surroundings
 
 LIBRARY, GENERATED = "library", "generated"
 _FORMAT = 1
@@ -73,12 +74,8 @@ def choose(tokens: int, weight: Tensor, bias: Tensor | None, cache_dir: str | No
 
 def _key(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     """Everything that the measured times depend on."""
-    found = torch.cuda.get_device_properties(x.device)
-    device = f"{found.name} {found.major}.{found.minor} {found.multi_processor_count}"
     shape = f"{x.shape[0]}x{weight.shape[1]} -> {weight.shape[0]} {x.dtype} bias {bias is not None}"
-    return (
-        f"{_FORMAT} {device} torch {torch.__version__} {torch.version.cuda} {_torch.triton_version()} {shape}"
-    )
+    return "\n".join([f"linear {_FORMAT}", *surroundings([x.device]), shape])
 
 
 def _file(key: str) -> str:

@@ -75,7 +75,7 @@ def portable_key(gm: GraphModule) -> Key | str:
     if reason is not None:
         return reason
     writer = _KeyWriter(gm, "inductor")
-    lines = [*writer.lines(), *writer.details(), *_surroundings(_devices(gm)), *_torch.compile_options()]
+    lines = [*writer.lines(), *writer.details(), *surroundings(_devices(gm)), *_torch.compile_options()]
     return "unnamed_object" if any(" at 0x" in line for line in lines) else writer.key(lines)
 
 
@@ -127,7 +127,7 @@ def _devices(gm: GraphModule) -> list[torch.device]:
     return sorted({x.device for x in values if isinstance(x, Tensor)}, key=str)
 
 
-def _surroundings(devices: list[torch.device]) -> Iterator[str]:
+def surroundings(devices: list[torch.device]) -> Iterator[str]:
     """Versions and hardware that compiled code is good for."""
     version = torch.version
     yield f"format {FORMAT}, Python {platform.python_version()} {platform.machine()} {platform.libc_ver()}"
