@@ -26,6 +26,11 @@ class Plan(NamedTuple):
     stages: int
     trigger: int = 1
 
+    @property
+    def name(self) -> str:
+        """Its fields as text, by which measured times are kept."""
+        return " ".join(map(str, self))
+
 
 _ONE_ROW = (
     Plan(1, 2048, 1, 8, 1),
@@ -62,6 +67,6 @@ def candidates(tokens: int, rows: int, columns: int) -> list[Plan]:
 
 
 def is_plan(text: str) -> bool:
-    """Whether `text` is one of the candidates, its fields joined by spaces."""
+    """Whether `text` is the name of one of the candidates."""
     known = (*_ONE_ROW, *_FEW_ROWS)
-    return any(text == " ".join(map(str, plan._replace(trigger=t))) for plan in known for t in (0, 1))
+    return any(text == plan._replace(trigger=t).name for plan in known for t in (0, 1))

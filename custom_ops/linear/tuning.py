@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .ops import linear_few
-from .plans import MAX_TOKENS, Plan, candidates
+from .plans import Plan, candidates
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _CALLS, _ROUNDS = 12, 5
@@ -35,24 +35,20 @@ def fastest(
         generated: makes the linear that the compiler generates; None where it generates none.
 
     Returns:
-        way -> microseconds. A way is "library", "generated", or the fields of a `Plan`, joined by spaces.
+        way -> microseconds. A way is "library", "generated", or the name of a `Plan`.
     """
     ways: dict[str, Linear] = {"library": functional.linear}
     if generated is not None:
         ways["generated"] = generated()
-    if x.dtype in _KERNEL_DTYPES and weight.is_contiguous() and x.shape[0] <= MAX_TOKENS:
-        ways |= {_name(plan): _by(plan) for plan in candidates(x.shape[0], *weight.shape)}
+    takes = x.dtype in _KERNEL_DTYPES and weight.is_contiguous()
+    plans = {plan.name: plan for plan in candidates(x.shape[0], *weight.shape)} if takes else {}
+    ways |= {name: _by(plan) for name, plan in plans.items()}
     weights = _copies(weight)
     times = {name: _microseconds(way, x, weights, bias) for name, way in ways.items()}
-    fastest_kernel = min((name for name in times if name[0].isdigit()), key=times.__getitem__, default=None)
-    if fastest_kernel is not None:
-        patient = Plan(*map(int, fastest_kernel.split()))._replace(trigger=0)
-        times[_name(patient)] = _microseconds(_by(patient), x, weights, bias)
+    if plans:
+        patient = plans[min(plans, key=times.__getitem__)]._replace(trigger=0)
+        times[patient.name] = _microseconds(_by(patient), x, weights, bias)
     return times
-
-
-def _name(plan: Plan) -> str:
-    return " ".join(map(str, plan))
 
 
 def _by(plan: Plan) -> Linear:
