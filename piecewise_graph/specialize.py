@@ -11,7 +11,7 @@ asked for.
 Note [Waiting first]
 A kernel that starts while the one before it ends must not touch memory before that one is done, and lets its
 own dependents start only then: so whoever starts may rely on everything before its predecessor being done.
-Our kernels do (custom_ops/linear/kernels.py), Inductor's are made to (_torch.kernels_wait_first). A segment
+Our kernels do (custom_ops/dependent.py), Inductor's are made to (_torch.kernels_wait_first). A segment
 with a Triton kernel of the user's in it, which may not, is compiled without dependent launches.
 
 Note [The same answers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,29 @@ def test_opcheck(plan: list[int]) -> None:
     x, weight, bias = operands(3, 32, 64, DTYPES[0])
     for b in (None, bias):
         torch.library.opcheck(torch.ops.piecewise.linear_few.default, (x, weight, b, plan))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+@pytest.mark.parametrize("trigger", [False, True])
+@pytest.mark.parametrize(("name", "blocks"), [("one_row", (1, 512, 1, 1)), ("few_rows", (64, 128, 1, 16))])
+def test_dependent_kernels_wait_before_they_touch_memory(
+    name: str, blocks: tuple[int, ...], trigger: bool
+) -> None:
+    """In the code for Hopper, which is made without one; dependents may start after the wait only."""
+    triton = pytest.importorskip("triton")
+    from piecewise_graph.custom_ops.linear import kernels
+
+    kernel = getattr(kernels, name)
+    constants = dict(zip(kernel.arg_names[6:], (2048, *blocks, True, False, True, trigger), strict=True))
+    types = ["*bf16"] * 4 + ["i32"] * 2 + ["constexpr"] * len(constants)
+    source = triton.compiler.ASTSource(
+        kernel, dict(zip(kernel.arg_names, types, strict=True)), constexprs=constants
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    code = triton.compile(source, target=target, options={"launch_pdl": True}).asm["ptx"]
+    touches = min(found.start() for found in re.finditer(r"(ld|st)\.global|cp\.async", code))
+    assert 0 < code.find("griddepcontrol.wait") < touches
+    assert (code.find("griddepcontrol.launch_dependents") > code.find("griddepcontrol.wait")) == trigger
 
 
 @given(st.integers(1, 100), st.integers(1, 5000), st.integers(1, 20000))

@@ -10,8 +10,8 @@ with the last split writes. A request's new tokens may not be another's old ones
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
+from ..dependent import start_dependent
 from .kernels_splits import combine, first_token, schedule
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -137,13 +137,10 @@ def attend_kernel(
             they tell how far a pointer stays aligned.
         scale: of the scores; times log2(e), or divided by softcap.
         softcap: times log2(e).
-        DEPENDENT: launched as a dependent of the kernel before, whose results and whose predecessors' are all
-            there once it has waited; only then may its own dependents start.
+        DEPENDENT: launched as a dependent of the kernel before (Note [Dependent launches] in dependent.py).
     Grid: (KV_HEADS, work items).
     """
-    if DEPENDENT:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    start_dependent(DEPENDENT, True)
     head = tl.program_id(0)
     item = tl.program_id(1)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP

@@ -1,13 +1,5 @@
 """Linear layers of a few rows: kernels that do little else than read the weight.
 
-Note [Dependent launches]
-A decode step is a chain of short kernels, and between two of them the memory idles for as long as one ends
-and the next starts. A kernel launched as a dependent of the one before (`DEPENDENT`, Hopper's programmatic
-dependent launch) is there already when that one ends. It may read what the one before wrote only after
-`gdc_wait`, and lets its own dependents start (`TRIGGER`) after that too, never sooner: whoever starts then
-may rely on everything before this kernel being done, as Inductor's kernels do.
-A captured graph keeps such a launch as a programmatic edge.
-
 Note [Splits are summed by the reader]
 Where a weight has too few rows to occupy the device, the columns are cut into `SPLITS` parts, each with a
 result of its own in float32. Their sum is left to the graph around the op, where Inductor makes it part of
@@ -16,7 +8,8 @@ whatever reads the result.
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
+
+from ..dependent import start_dependent
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
@@ -48,10 +41,7 @@ def one_row(
     split = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = weight + n.to(tl.int64)[:, None] * COLUMNS
-    if DEPENDENT:
-        cuda.gdc_wait()
-        if TRIGGER:
-            cuda.gdc_launch_dependents()
+    start_dependent(DEPENDENT, TRIGGER)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for step in range(0, PART, BLOCK_K):
         k = split * PART + step + tl.arange(0, BLOCK_K)
@@ -96,10 +86,7 @@ def few_rows(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     row = weight + n.to(tl.int64)[:, None] * COLUMNS
-    if DEPENDENT:
-        cuda.gdc_wait()
-        if TRIGGER:
-            cuda.gdc_launch_dependents()
+    start_dependent(DEPENDENT, TRIGGER)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(0, PART, BLOCK_K):
         k = split * PART + step + tl.arange(0, BLOCK_K)

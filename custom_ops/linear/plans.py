@@ -16,7 +16,7 @@ class Plan(NamedTuple):
         splits: parts into which the columns are cut (Note [Splits are summed by the reader] in kernels.py).
         warps: of 32 threads, per program.
         stages: loads in flight, of the kernel for several tokens.
-        trigger: let dependents start early (Note [Dependent launches] in kernels.py).
+        trigger: let dependents start early (Note [Dependent launches] in dependent.py).
     """
 
     block_n: int

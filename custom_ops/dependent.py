@@ -1,0 +1,28 @@
+"""How a kernel that is launched as a dependent of the one before it has to begin.
+
+Note [Dependent launches]
+A decode step is a chain of short kernels, and between two of them the memory idles for as long as one ends
+and the next starts. A kernel launched as a dependent of the one before (Hopper's programmatic dependent
+launch) is there already when that one ends. It may read what the one before wrote only after it has waited,
+and lets its own dependents start after that too, never sooner: whoever starts then may rely on everything
+before this kernel being done, as Inductor's kernels do. A captured graph keeps such a launch as a
+programmatic edge.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+
+@triton.jit
+def start_dependent(DEPENDENT: tl.constexpr, TRIGGER: tl.constexpr):
+    """Wait for the kernel before, then let dependents start; to be called before memory is touched.
+
+    Args:
+        DEPENDENT: the kernel is launched as a dependent; without, nothing is done.
+        TRIGGER: let dependents start now, not when this kernel ends.
+    """
+    if DEPENDENT:
+        cuda.gdc_wait()
+        if TRIGGER:
+            cuda.gdc_launch_dependents()
