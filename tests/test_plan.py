@@ -17,8 +17,7 @@ from toys import SIZES, WIDTH, Blocks, Chooses, assert_same, compiled, fallbacks
 import piecewise_graph as pg
 from piecewise_graph.buckets import default_capture_sizes
 from piecewise_graph.errors import CaptureError, ConfigError, NotCompiledError
-from piecewise_graph.graph_pool import GraphPool
-from piecewise_graph.planner import largest_to_drop
+from piecewise_graph.planner import _TrialPool, largest_to_drop
 
 LAYERS = 2
 ROW = WIDTH * 4  # bytes of one float32 token
@@ -212,8 +211,7 @@ def test_bucket_that_cannot_run_is_named_and_the_others_are_planned(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast = called(Blocks(LAYERS).to(device), device, capture_sizes=[4, 6])
-    original = GraphPool.capture
-    from piecewise_graph.planner import _TrialPool
+    original = _TrialPool.capture
 
     def failing(self: Any, run: Any, inputs: Any, **options: Any) -> Any:
         if any(isinstance(x, Tensor) and x.shape[:1] == (6,) for x in inputs):
@@ -418,12 +416,12 @@ def test_out_of_memory_says_what_was_planned_and_names_the_option(
     planned = {b.tokens: b.graph_bytes for b in pg.plan(fast).buckets}
     original = pg.GraphPool.capture
 
-    def failing(self: GraphPool, run: Any, inputs: Any, **options: Any) -> Any:
-        if type(self) is GraphPool and any(isinstance(x, Tensor) and x.shape[:1] == (6,) for x in inputs):
+    def failing(self: pg.GraphPool, run: Any, inputs: Any, **options: Any) -> Any:
+        if type(self) is pg.GraphPool and any(isinstance(x, Tensor) and x.shape[:1] == (6,) for x in inputs):
             raise torch.OutOfMemoryError("wanted 12 GiB")
         return original(self, run, inputs, **options)
 
-    monkeypatch.setattr(GraphPool, "capture", failing)
+    monkeypatch.setattr(pg.GraphPool, "capture", failing)
     why = captured(fast, device).failed[6]
     for part in ("6 tokens", "wanted 12 GiB", f"planned: {planned[6]} bytes", "max_graph_bytes"):
         assert part in why
