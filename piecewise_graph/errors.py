@@ -391,6 +391,14 @@ class FreezeError(PiecewiseError):
         )
 
     @classmethod
+    def aliased(cls, one: str, other: str) -> FreezeError:
+        return cls(
+            f"the example's arguments {one!r} and {other!r} are the same memory, so the graph's inputs cannot "
+            "be told apart.",
+            "pass separate tensors in the example, such as a clone; later calls may pass one tensor twice.",
+        )
+
+    @classmethod
     def integer_argument(cls, name: str) -> FreezeError:
         return cls(
             f"the graph takes {name} as an integer that is no size of an argument.",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def freeze(compiled: Any, *example_args: Any, **example_kwargs: Any) -> Frozen:
             mapped.
     """
     leaves, structure = _torch.flatten((example_args, example_kwargs))
+    _check_distinct(leaves, leaf_names(compiled, structure, len(leaves)))
     tracing = _observe(compiled, example_args, example_kwargs)
     return Frozen(compiled, leaves, structure, _Trace.of(tracing, leaves))
 
@@ -122,6 +124,14 @@ def _leaf_of(tensor: Tensor, leaves: Sequence[Any], name: str) -> int:
         if isinstance(leaf, Tensor) and _same(plain_strides(leaf), tensor):
             return index
     raise FreezeError.unknown_input(name)
+
+
+def _check_distinct(leaves: Sequence[Any], names: Sequence[str]) -> None:
+    """A tensor passed twice is one input of the graph, or two that nothing tells apart."""
+    tensors = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
+    for (one, first), (other, second) in combinations(tensors, 2):
+        if _same(first, second) and first.numel():
+            raise FreezeError.aliased(one, other)
 
 
 def _same(leaf: Tensor, tensor: Tensor) -> bool:

@@ -41,6 +41,11 @@ def no_dynamo(monkeypatch: pytest.MonkeyPatch, fast: Any) -> None:
             monkeypatch.setattr(fast, "_traces", [lambda *a, **k: pytest.fail("Dynamo was reached")])
 
 
+class Weighs(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ops.mix(x * 2) + y
+
+
 # --- right answers ----------------------------------------------------------------------------------------
 
 
@@ -55,6 +60,18 @@ def test_serves_every_token_count_without_dynamo(
         for count in (3, 4, 1, 2, 8, 5, 3, 8, 9):
             x = rows(count, device)
             assert_same(call(x), model(x))
+
+
+@pytest.mark.parametrize("other", [lambda x: x, lambda x: x.view(x.shape)], ids=["same", "view"])
+def test_example_that_names_one_tensor_twice_is_refused(device: torch.device, other: Any) -> None:
+    """The graph's inputs are told apart by the example's tensors: these two could not be."""
+    x = rows(3, device)
+    with pytest.raises(FreezeError, match="'x' and 'y'.*same memory"):
+        pg.freeze(compiled(Weighs()), x, other(x))
+    call = pg.freeze(compiled(Weighs()), x, x.clone())
+    y = rows(3, device)
+    assert_same(call(x, y), Weighs()(x, y))
+    assert_same(call(x, x), Weighs()(x, x))
 
 
 @pytest.mark.parametrize("asked", [{}, {"return_dict": False}])

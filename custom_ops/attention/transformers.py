@@ -60,6 +60,11 @@ def register(name: str, implementation: str) -> None:
     AttentionMaskInterface.register(name, no_mask)
 
 
+def is_ours(name: str | None) -> bool:
+    """Whether `attn_implementation=name` means our op."""
+    return name in _ours
+
+
 def paged_attention(
     module: nn.Module,
     query: Tensor,

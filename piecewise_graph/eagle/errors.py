@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from piecewise_graph.errors import PiecewiseError
 
@@ -35,4 +35,69 @@ class EagleError(PiecewiseError, ValueError):
             f"d2t cannot be right: {what}.",
             "d2t holds offsets, not ids: target id = draft id + d2t[draft id]. Use the d2t that the head was "
             "trained with, for this target's vocabulary.",
+        )
+
+
+class SpeculatorError(PiecewiseError, ValueError):
+    """A request, a shape of speculation or a model that the loop cannot serve."""
+
+    @classmethod
+    def no_layer(cls, index: int, layers: int) -> SpeculatorError:
+        return cls(
+            f"the draft reads the input of target layer {index}, but the target has layers 0 to {layers - 1}.",
+            "use the draft with the target that it was trained for.",
+        )
+
+    @classmethod
+    def no_layers(cls, model: str, layers: int) -> SpeculatorError:
+        return cls(
+            f"{model} has no list of its {layers} decoder layers, so features cannot be taken between them.",
+            "use a draft that reads the last hidden state (EAGLE-1), or a model with a list of layers.",
+        )
+
+    @classmethod
+    def wrong_attention(cls, found: str | None) -> SpeculatorError:
+        return cls(
+            f"the target's attention is {found!r}, which does not read the paged KV cache.",
+            'call pg.register_attention(), and load the model with attn_implementation="piecewise".',
+        )
+
+    @classmethod
+    def bad_shape(cls, what: str, remedy: str) -> SpeculatorError:
+        return cls(f"no round can have this shape: {what}.", remedy)
+
+    @classmethod
+    def bad_sampling(cls, what: str, remedy: str) -> SpeculatorError:
+        return cls(f"nothing can be sampled like this: {what}.", remedy)
+
+    @classmethod
+    def bad_graphs(
+        cls, phase: str, how: object, phases: Sequence[str], ways: Sequence[str]
+    ) -> SpeculatorError:
+        return cls(
+            f"graphs={{{phase!r}: {how!r}}} names no phase, or no way to run one.",
+            f"phases are {', '.join(phases)}; ways are {', '.join(ways)}.",
+        )
+
+    @classmethod
+    def unprepared(cls, shape: object, known: Iterable[object]) -> SpeculatorError:
+        return cls(
+            f"{shape} was not named when the speculator was made, which has {', '.join(map(str, known))}.",
+            "name it in shapes= there: buffers and graphs are made before serving.",
+        )
+
+    @classmethod
+    def no_draft(cls, shape: object) -> SpeculatorError:
+        return cls(f"{shape} needs a draft model and there is none.", "pass draft=, or DraftShape(0).")
+
+    @classmethod
+    def bad_request(cls, index: int, what: str, remedy: str) -> SpeculatorError:
+        return cls(f"request {index} cannot be served: {what}.", remedy)
+
+    @classmethod
+    def bad_rates(cls, what: str) -> SpeculatorError:
+        return cls(
+            f"these are no acceptance rates: {what}.",
+            "pass a mean accept length from 1 to steps + 1, or per position the share of rounds that accept "
+            "it: from 0 to 1, none above the one before.",
         )

@@ -1,0 +1,80 @@
+"""Static buffers declared as data: what graphs read and write between each other.
+
+Letters of shapes: `R` rows of the request table (row 0: padding), `B` requests of a batch, `N` draft tokens,
+`S` steps, `H` hidden size of the draft, `F` columns of the target's features, `V` vocabulary, `D` the draft's
+vocabulary, `P` pages of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Field:
+    """One buffer.
+
+    Attributes:
+        shape: letters, looked up when it is allocated, or numbers.
+        dtype: None = the model's.
+        pad: what rows of padded requests hold, and all rows in the beginning.
+    """
+
+    name: str
+    shape: tuple[str | int, ...]
+    dtype: torch.dtype | None = torch.int32
+    pad: float = 0
+
+
+# What a request carries from one round to the next, by its row in the request table.
+STATE = (
+    Field("seq_lens", ("R",)),  # tokens whose target K and V are right
+    Field("root", ("R",)),  # the token after them, chosen and not yet computed
+    Field("hidden", ("R", "H"), None),  # of draft-extend, where the next draft begins
+    Field("logits", ("R", "D"), None),  # the draft's for the token after the root
+    Field("temperature", ("R",), torch.float32),
+    Field("top_k", ("R",)),
+    Field("top_p", ("R",), torch.float32, pad=1),
+    Field("seed", ("R",), torch.int64),
+)
+
+# What the phases of a round hand to each other, by place in the batch.
+ROUND = (
+    Field("requests", ("B",)),
+    Field("seq_lens", ("B",)),
+    Field("root", ("B",)),
+    Field("block_table", ("B", "P")),
+    Field("drafts", ("B", "S")),
+    Field("features", ("BN", "F"), None),
+    Field("result", ("B", "S+2")),  # out_tokens, then accept_len
+)
+# Only where tokens are sampled: what a chain was drawn from.
+DRAFT_PROBS = (Field("draft_probs", ("B", "S", "V"), torch.float32),)
+
+
+class Buffers(dict[str, Tensor]):
+    """Buffers by name, also as attributes."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def allocate(
+    fields: Sequence[Field], sizes: Mapping[str, int], *, dtype: torch.dtype, device: torch.device
+) -> Buffers:
+    """Every field, filled with its padding."""
+
+    def make(field: Field) -> Tensor:
+        shape = [size if isinstance(size, int) else sizes[size] for size in field.shape]
+        kind: Any = field.dtype or dtype
+        return torch.full(shape, field.pad, dtype=kind, device=device)
+
+    return Buffers({field.name: make(field) for field in fields})

@@ -1,0 +1,78 @@
+"""One request of a generation: what it asked for and what it has so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .errors import SpeculatorError
+from .shapes import Sampling
+from .statistics import Counts
+
+
+@dataclass
+class Request:
+    """Attributes:
+    slot: row of the request table while it runs; 0 before and after.
+    tokens: what was generated; a stop token that ended it is the last of them.
+    """
+
+    index: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    max_new_tokens: int
+    stop: frozenset[int]
+    slot: int = 0
+    tokens: list[int] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.tokens) >= self.max_new_tokens or bool(self.tokens and self.tokens[-1] in self.stop)
+
+    def take(self, tokens: Iterable[int]) -> int:
+        """Append tokens up to the one that ends the request; returns how many were used."""
+        before = len(self.tokens)
+        for token in tokens:
+            if self.finished:
+                break
+            self.tokens.append(token)
+        return len(self.tokens) - before
+
+
+def check_request(request: Request, vocab_size: int, max_seq_len: int) -> None:
+    """Raises:
+    SpeculatorError: the request can never be served.
+    """
+    prompt, index = request.prompt, request.index
+    if not prompt:
+        raise SpeculatorError.bad_request(index, "its prompt is empty", "pass at least one token.")
+    wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        what = f"token {wrong} of its prompt is none of the target's {vocab_size}"
+        raise SpeculatorError.bad_request(index, what, "encode the prompt with the target's tokenizer.")
+    if request.max_new_tokens < 1:
+        what = f"max_new_tokens is {request.max_new_tokens}"
+        raise SpeculatorError.bad_request(index, what, "ask for at least one token.")
+    total = len(prompt) + request.max_new_tokens
+    if total > max_seq_len:
+        what = f"{len(prompt)} prompt tokens and {request.max_new_tokens} new ones are {total}"
+        raise SpeculatorError.bad_request(
+            index, what, f"keep to {max_seq_len}, or raise max_seq_len= of the speculator."
+        )
+
+
+def per_request(name: str, given: object, count: int) -> list[object]:
+    """One value per request, from one for all or a sequence.
+
+    Raises:
+        SpeculatorError: a sequence of another length.
+    """
+    if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+        if len(given) != count:
+            what = f"{len(given)} values of {name} for {count} prompts"
+            raise SpeculatorError.bad_request(
+                min(len(given), count), what, "pass one for all, or one per prompt."
+            )
+        return list(given)
+    return [given] * count
