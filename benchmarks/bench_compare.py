@@ -9,8 +9,8 @@ the cache then. Per shape:
 * start: one process per way of compiling, with empty caches of Inductor and Triton (cold). Seconds count from
   a process that has imported everything and has the weights and the attention kernels on the device:
   `first_call_s` at the largest token count, `ready_s` until all of them have run, `backend_s` of it in the
-  backend. Other people's sides start side by side (--jobs), ours alone, and once more in a process that finds
-  the first one's caches (warm).
+  backend. Other people's sides, of all shapes, start side by side (--jobs), ours alone, and once more in a
+  process that finds the first one's caches (warm).
 * ready: all sides in one process that finds everybody's caches, which is other people's warm start: the same
   seconds, those spent capturing, and memory (`held_bytes`: reserved by torch, `device_bytes`: gone from the
   device, `peak_bytes`: in use at most). "raw" and "meta" capture what "compile" has compiled.
@@ -18,19 +18,22 @@ the cache then. Per shape:
   the bytes of the weights over the read bandwidth, measured there too.
 
 All steps run off CUDA's default stream, which is kind to sides that launch many graphs. A side that fails, or
-takes longer than --patience to become ready, is a row that says so.
+takes longer than --patience to become ready, is a row that says so. So is what --budget leaves no time for;
+results are written shape by shape, a shape's starts before the rest.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -57,9 +60,9 @@ def main(given: list[str] | None = None) -> int:
         (compare_child.steady if options.child == "steady" else compare_child.start)(options)
         return 0
     command = " ".join(["python -m benchmarks.bench_compare", *without_out(given)])
-    for shape in [] if options.report else options.shapes.split(","):
-        rows = _bench_shape(shape, options)
-        _merge(options.out, command, shape, rows)
+    if not options.report:
+        with tempfile.TemporaryDirectory(prefix="bench_compare_") as folder:
+            _bench(command, options, Path(folder))
     rows = json.loads(options.out.read_text())["rows"]
     print(report(rows))
     if options.report:
@@ -76,6 +79,7 @@ def _options(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", default="1,4,16,32,64,512")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--patience", type=float, default=150, help="seconds for a side to become ready")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds for the whole run")
     parser.add_argument("--jobs", type=int, default=3 if gpu and (os.cpu_count() or 1) >= 12 else 1)
     parser.add_argument("--no-start", action="store_true", help="leave out cold and warm starts")
     parser.add_argument("--report", action="store_true", help="measure nothing, show what --out holds")
@@ -87,20 +91,53 @@ def _options(given: list[str]) -> argparse.Namespace:
     unknown = set(options.sides.split(",")) - set(SIDES)
     if unknown:
         parser.error(f"no such side: {', '.join(sorted(unknown))}; there are {', '.join(SIDES)}")
+    options.ends = time.monotonic() + options.budget
     return options
 
 
-def _bench_shape(shape: str, options: argparse.Namespace) -> list[Row]:
-    with tempfile.TemporaryDirectory(prefix="bench_compare_") as folder:
-        starts = [] if options.no_start else _starts(shape, options, Path(folder))
-        caches = Path(folder, "steady")
-        for left in [] if options.no_start else sorted(Path(folder).iterdir()):
-            shutil.copytree(left, caches, dirs_exist_ok=True)
-        skip = json.dumps(_skipped(starts, options))
-        told = compare_child.arguments(
-            options, child="steady", shape=shape, sides=options.sides, skip=skip, cache_dir=caches / "ours"
-        )
-        rows, fault = _child(told, caches, 3 * options.patience)
+def _bench(command: str, options: argparse.Namespace, folder: Path) -> None:
+    """Other people's starts, of all shapes; then each shape, written as far as it is known."""
+    shapes = options.shapes.split(",")
+    others = {} if options.no_start else _other_starts(shapes, options, folder)
+    for shape in shapes:
+        starts = others.get(shape, [])
+        if not options.no_start and "ours" in _starting(options):
+            starts += [_start(shape, "ours", kind, options, folder) for kind in ("cold", "warm")]
+        _merge(options.out, command, shape, starts)
+        _merge(options.out, command, shape, starts + _steady(shape, starts, options, folder))
+
+
+def _starting(options: argparse.Namespace) -> list[str]:
+    """Whose starts the sides are."""
+    wanted = [side for side in options.sides.split(",") if side in STARTS]
+    if not torch.cuda.is_available():
+        wanted = [side for side in wanted if not SIDES[side].needs_cuda]
+    return list(dict.fromkeys(STARTS[side] for side in wanted))
+
+
+def _other_starts(shapes: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
+    """Other people's cold starts in processes of their own, side by side."""
+    wanted = [(shape, name) for shape in shapes for name in _starting(options) if name != "ours"]
+    with ThreadPoolExecutor(max_workers=options.jobs) as pool:
+        rows = list(pool.map(lambda each: _start(*each, "cold", options, folder), wanted))
+    return {shape: [row for row in rows if row["shape"] == shape] for shape in shapes}
+
+
+def _steady(shape: str, starts: Sequence[Row], options: argparse.Namespace, folder: Path) -> list[Row]:
+    """All sides in one process that finds the caches of all starts."""
+    caches = folder / shape / "steady"
+    for left in [] if options.no_start else sorted((folder / shape).iterdir()):
+        shutil.copytree(left, caches, dirs_exist_ok=True)
+    told = compare_child.arguments(
+        options,
+        child="steady",
+        shape=shape,
+        sides=options.sides,
+        skip=json.dumps(_skipped(starts, options)),
+        budget=_left(options),
+        cache_dir=caches / "ours",
+    )
+    rows, fault = _child(told, caches, min(3 * options.patience, _left(options)))
     rows = [row | {"shape": shape} for row in rows]
     if fault:
         timed = {(row["side"], row["tokens"]) for row in rows if row["kind"] == "forward"}
@@ -110,26 +147,19 @@ def _bench_shape(shape: str, options: argparse.Namespace) -> list[Row]:
             for side, tokens in missing
             if (side, tokens) not in timed
         ]
-    return starts + rows
+    return rows
 
 
-def _starts(shape: str, options: argparse.Namespace, folder: Path) -> list[Row]:
-    """Starts in processes of their own: other people's cold, side by side; ours cold, then warm, alone."""
-    wanted = [side for side in options.sides.split(",") if side in STARTS]
-    if not torch.cuda.is_available():
-        wanted = [side for side in wanted if not SIDES[side].needs_cuda]
-    names = list(dict.fromkeys(STARTS[side] for side in wanted))
-    others, ours = [name for name in names if name != "ours"], [name for name in names if name == "ours"]
-    with ThreadPoolExecutor(max_workers=options.jobs) as pool:
-        rows = list(pool.map(lambda name: _start(shape, name, "cold", options, folder), others))
-    return rows + [_start(shape, name, kind, options, folder) for name in ours for kind in ("cold", "warm")]
+def _left(options: argparse.Namespace) -> float:
+    """Seconds left of the budget."""
+    return max(options.ends - time.monotonic(), 0.0)
 
 
 def _start(shape: str, name: str, kind: str, options: argparse.Namespace, folder: Path) -> Row:
     """One process; a cold one that was cut off leaves what it did to the warm one."""
-    caches = folder / name
+    caches = folder / shape / name
     told = compare_child.arguments(options, child=name, shape=shape, cache_dir=caches / "ours")
-    found, fault = _child(told, caches, options.patience)
+    found, fault = _child(told, caches, min(options.patience, _left(options)))
     row = {"kind": "start", "shape": shape, "side": name, "start": kind, **(found[-1] if found else {})}
     if fault:
         row["error"] = fault

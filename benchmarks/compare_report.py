@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from benchmarks.common import table
-from benchmarks.compare_sides import OURS, SIDES
+from benchmarks.compare_sides import OURS, SIDES, STARTS, label
 from benchmarks.llama import SHAPES
 
 Row = dict[str, Any]
@@ -32,51 +33,70 @@ def report(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """README's tables: time of a forward, then what becoming ready takes."""
-    names = _named([row for row in rows if row["kind"] == "forward"])
-    columns = ["shape", "tokens", "floor", *names, "ours/others"]
-    times = [_markdown_line(columns), "|" + "---|" * len(columns)]
-    times += [
-        _markdown_line([_text(line.get(column), 2) for column in columns]) for line in _pivot(rows, "ms")
-    ]
-    head = ["shape", "side", "cold s", "warm s", "of it, capture s", "held MiB", "host us, 1 token"]
-    needs = [_markdown_line(head), "|" + "---|" * len(head)]
-    for row in rows:
-        if row["kind"] == "ready" and "error" not in row:
-            needs.append(_markdown_line([_text(value, 1) for value in _needs(row, rows)]))
-    return "\n".join([*times, "", *needs])
+    """README's tables, one per shape: a line per side, its forwards first, then what becoming ready takes."""
+    shapes = dict.fromkeys(row["shape"] for row in rows)
+    return "\n\n".join(_shape_table([row for row in rows if row["shape"] == shape]) for shape in shapes)
 
 
-def _needs(ready: Row, rows: Sequence[Row]) -> list[Any]:
-    """What a side took to become ready."""
-    shape, side = ready["shape"], ready["side"]
-    starts = {
-        (row["side"], row["start"]): row.get("error", row.get("ready_s"))
-        for row in rows
-        if row["kind"] == "start" and row["shape"] == shape
-    }
-    begins = "ours" if side in OURS else side
-    host = [
-        row.get("host_us")
-        for row in rows
-        if row["kind"] == "forward" and (row["shape"], row["side"], row["tokens"]) == (shape, side, 1)
+def _shape_table(rows: Sequence[Row]) -> str:
+    forward = [row for row in rows if row["kind"] == "forward"]
+    counts = sorted({row["tokens"] for row in forward})
+    floor = next((f"{row['ms']:.2f} ms" for row in rows if row["kind"] == "floor"), "not measured")
+    head = [
+        SHAPES[rows[0]["shape"]].name,
+        *map(str, counts),
+        "host µs",
+        "cold s",
+        "warm s",
+        "capture s",
+        "MiB",
     ]
-    warm = starts.get((begins, "warm"), ready.get("ready_s"))
-    held = ready.get("held_bytes")
+    lines = [_markdown_line(head), "|" + "---|" * len(head)]
+    for side in _named(forward):
+        own = {row["tokens"]: row for row in forward if row["side"] == side}
+        times = [_text(own.get(count, {}).get("ms"), 2) for count in counts]
+        lines.append(_markdown_line([label(side), *times, *_needs(side, own.values(), rows)]))
+    ratios = {line["tokens"]: line.get("ours/others") for line in _pivot(rows, "ms")}
+    last = ["our best over the others'", *(_text(ratios.get(count), 2) for count in counts), *[""] * 5]
+    return "\n".join([f"Reading the weights: {floor}.", "", *lines, _markdown_line(last)])
+
+
+def _needs(side: str, forward: Iterable[Row], rows: Sequence[Row]) -> list[str]:
+    """Host time, the median of all token counts; seconds of both starts and of capturing; what is held."""
+    ready = {row["side"]: row for row in rows if row["kind"] == "ready"}
+    starts = {(row["side"], row["start"]): row for row in rows if row["kind"] == "start"}
+    host = [row["host_us"] for row in forward if "host_us" in row]
+    own, begins = ready.get(side, {}), STARTS.get(side, side)
+    cold = [starts.get((begins, "cold"), {})]
+    warm = [starts.get((begins, "warm"), {}) if side in OURS else ready.get(begins, {})]
+    if side not in (begins, *OURS):  # it captures what another side has compiled
+        cold, warm = [*cold, own], [*warm, own]
     return [
-        shape, side, starts.get((begins, "cold")), warm, ready.get("capture_s"),
-        None if held is None else held / 2**20, *(host or [None]),
-    ]  # fmt: skip
+        _text(median(host) if host else None, 0),
+        *(_text(_seconds(parts), 1) for parts in (cold, warm)),
+        _text(own.get("capture_s"), 2),
+        _text(_held_mib(own) if SIDES[side].needs_cuda or side in OURS else None, 0),
+    ]
+
+
+def _seconds(parts: Sequence[Row]) -> float | None:
+    """Until all token counts are ready; None where that was not seen."""
+    seen = [part["ready_s"] for part in parts if "ready_s" in part and "error" not in part]
+    return sum(seen) if len(seen) == len(parts) else None
+
+
+def _held_mib(ready: Row) -> float | None:
+    """What ours holds is known to the byte, and is the same for its sides, which share it."""
+    held = ready.get("pool_bytes", ready.get("held_bytes"))
+    return None if held is None else (held + ready.get("buffer_bytes", 0)) / 2**20
 
 
 def _markdown_line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _text(value: Any, digits: int) -> str:
-    if value in SHAPES:
-        return SHAPES[value].name
-    return "" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+def _text(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def _named(forward: Sequence[Row]) -> list[str]:

@@ -305,3 +305,8 @@ STARTS = {
     "compile": "compile", "raw": "compile", "meta": "compile", "reduce-overhead": "reduce-overhead",
     "partition": "partition", **dict.fromkeys(OURS, "ours"),
 }  # fmt: skip
+
+
+def label(side: str) -> str:
+    """A side's name where it stands beside others'."""
+    return f"ours, {side}" if side in OURS else side

@@ -97,7 +97,8 @@ def test_compare(tmp_path: Path) -> None:
             assert row["difference_to_eager"] < 0.02  # bf16
     report = importlib.import_module("benchmarks.compare_report")
     assert "needs CUDA" in report.report(found["rows"])
-    assert "| tiny | 4 |" in report.markdown(found["rows"])
+    text = report.markdown(found["rows"])
+    assert "| tiny | 1 | 4 | host µs |" in text and "| ours, piecewise |" in text
 
 
 def test_rows_of_other_shapes_stay_in_the_results(tmp_path: Path) -> None:
@@ -130,6 +131,30 @@ def test_a_side_that_takes_too_long_is_cut_off_with_what_it_said(tmp_path: Path)
     assert (rows, fault) == ([], "cut off after 0 s")
     child = importlib.import_module("benchmarks.compare_child")
     assert child.parse('noise\n@row {"a": 1}\n@row {"b":') == [{"a": 1}]
+
+
+def test_what_a_budget_leaves_no_time_for_is_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--tokens", "1", "--sides", "eager,full", "--budget", "0"]
+    found = run("bench_compare", options, tmp_path / "out.json")
+    starts, forwards = found["rows"][:2], found["rows"][2:]
+    assert [(row["start"], row["error"]) for row in starts] == [
+        ("cold", "cut off after 0 s"),
+        ("warm", "cut off after 0 s"),
+    ]
+    assert [(row["side"], row["error"]) for row in forwards] == [
+        ("eager", "cut off after 0 s"),
+        ("full", "cut off after 0 s"),
+    ]
+    compare = importlib.import_module("benchmarks.bench_compare")
+    child = importlib.import_module("benchmarks.compare_child")
+    child.steady(compare._options([*TINY, *options, "--child", "steady", "--shape", "tiny"]))
+    rows = [row for row in child.parse(capsys.readouterr().out) if row["kind"] != "floor"]
+    assert [(row["kind"], row["side"]) for row in rows] == [
+        (kind, side) for kind in ("ready", "forward") for side in ("eager", "full")
+    ]
+    assert {row["error"] for row in rows} == {"no time left"}
 
 
 def test_token_counts_that_a_start_did_not_reach_are_not_tried_again() -> None:
