@@ -335,6 +335,11 @@ def test_dtype_is_the_targets_or_as_asked_and_frequencies_stay_exact(tmp_path: P
         assert draft.d2t is not None and draft.d2t.dtype == torch.int64
 
 
+def test_everything_goes_to_the_device_that_was_asked_for(tmp_path: Path, target: torch.nn.Module) -> None:
+    draft = load_draft(write(tmp_path, *original(EAGLE3, EAGLE3.weights())), target, device="meta")
+    assert {t.device.type for t in (*draft.parameters(), *draft.buffers())} == {"meta"}
+
+
 # --- Files. -------------------------------------------------------------------------------------------------
 
 
