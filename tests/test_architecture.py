@@ -17,6 +17,7 @@ import piecewise_graph as pg
 ROOT = Path(pg.__file__).parent
 CORE = sorted(ROOT.glob("*.py"))
 CUSTOM_OPS = sorted((ROOT.parent / "custom_ops").rglob("*.py"))
+EAGLE = sorted((ROOT / "eagle").rglob("*.py"))
 
 # A module imports from lines above its own, never from its own line or below.
 LEVELS = (
@@ -99,6 +100,18 @@ def test_core_never_imports_its_consumers(path: Path) -> None:
     assert not re.search(r"import .*custom_ops|from .*(custom_ops|\.eagle)", path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("path", CUSTOM_OPS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_custom_ops_never_import_their_consumers(path: Path) -> None:
+    assert not re.search(r"^\s*(import|from) .*\beagle\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", EAGLE, ids=lambda p: f"eagle/{p.stem}")
+def test_eagle_imports_its_own_modules_relatively_and_others_absolutely(path: Path) -> None:
+    froms = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.ImportFrom)]
+    assert not [node.module for node in froms if (node.module or "").startswith("piecewise_graph.eagle")]
+    assert all(node.level <= 1 for node in froms)
+
+
 def modules_loaded_by(code: str) -> set[str]:
     script = f"{code}\nimport sys\nprint('\\n'.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -111,7 +124,12 @@ def torch_alone() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "statement", ["import piecewise_graph", "import piecewise_graph.custom_ops.attention"]
+    "statement",
+    [
+        "import piecewise_graph",
+        "import piecewise_graph.custom_ops.attention",
+        "import piecewise_graph.eagle",
+    ],
 )
 def test_import_in_a_fresh_process_loads_nothing_heavy(statement: str, torch_alone: set[str]) -> None:
     loaded = modules_loaded_by(statement)
@@ -130,7 +148,9 @@ def test_import_in_a_fresh_process_loads_nothing_heavy(statement: str, torch_alo
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in CORE + CUSTOM_OPS if p.stem != "_torch"], ids=lambda p: f"{p.parent.name}/{p.stem}"
+    "path",
+    [p for p in CORE + CUSTOM_OPS + EAGLE if p.stem != "_torch"],
+    ids=lambda p: f"{p.parent.name}/{p.stem}",
 )
 def test_only_one_file_touches_private_torch(path: Path) -> None:
     tree = parsed(path)
@@ -156,7 +176,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
-@pytest.mark.parametrize("path", CORE, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", CORE + EAGLE, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_functions_fit_on_a_screen_and_files_stay_short(path: Path) -> None:
     tree = parsed(path)
     long = {f.name: f.end_lineno - f.lineno + 1 for f in functions(tree) if f.end_lineno - f.lineno >= 60}
@@ -198,7 +218,7 @@ def test_no_public_name_is_a_submodule_but_errors() -> None:
 def test_environment_is_read_in_one_file() -> None:
     readers = [
         path.stem
-        for path in CORE + CUSTOM_OPS
+        for path in CORE + CUSTOM_OPS + EAGLE
         if re.search(r"\benviron\b|\bgetenv\b", re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL))
         and re.search(r"os\.(environ|getenv)|from os import", path.read_text())
     ]
@@ -207,10 +227,11 @@ def test_environment_is_read_in_one_file() -> None:
 
 def test_every_error_message_is_built_in_the_catalogue() -> None:
     """Outside of errors.py an error is raised through a constructor with a name, or re-raised."""
-    catalogue = {n.name for n in parsed(ROOT / "errors.py").body if isinstance(n, ast.ClassDef)}
+    catalogues = [ROOT / "errors.py", ROOT / "eagle" / "errors.py"]
+    catalogue = {n.name for file in catalogues for n in parsed(file).body if isinstance(n, ast.ClassDef)}
     direct = [
         f"{path.stem}:{node.lineno}"
-        for path in CORE
+        for path in CORE + EAGLE
         if path.stem != "errors"
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in catalogue

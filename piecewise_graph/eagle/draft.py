@@ -26,7 +26,7 @@ class DraftAttention(nn.Module):
     """Self-attention of one draft layer.
 
     Attributes:
-        attend: `attend(q, k, v, layer=, scale=)` with q `[rows, heads, head_dim]`, k and v
+        attend: `attend(q, k, v, layer=, scale=, window=)` with q `[rows, heads, head_dim]`, k and v
             `[rows, kv_heads, head_dim]`, result as q. It is the paged op, which takes its batch from the
             forward context; training replaces it by dense causal attention.
     """
@@ -34,7 +34,8 @@ class DraftAttention(nn.Module):
     def __init__(self, config: DraftConfig, layer: int, input_size: int) -> None:
         super().__init__()
         self.attend: Callable[..., Tensor] = attention
-        self.layer, self.head_dim, self.scale = layer, config.head_dim, config.head_dim**-0.5
+        self.head_dim = config.head_dim
+        self.options = {"layer": layer, "scale": config.head_dim**-0.5, "window": config.sliding_window}
         width, kv_width = config.num_attention_heads * config.head_dim, config.kv_heads * config.head_dim
         self.q_proj = nn.Linear(input_size, width, bias=config.attention_bias)
         self.k_proj = nn.Linear(input_size, kv_width, bias=config.attention_bias)
@@ -49,7 +50,7 @@ class DraftAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary_pos_emb(q, k, *rotation)
-        return self.o_proj(self.attend(q, k, v, layer=self.layer, scale=self.scale).flatten(1))
+        return self.o_proj(self.attend(q, k, v, **self.options).flatten(1))
 
 
 class DraftLayer(nn.Module):
@@ -142,7 +143,8 @@ class DraftModel(nn.Module):
         if lm_head is None:
             self.lm_head: nn.Module = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.to(device=device, dtype=dtype)
-        self.rotary = LlamaRotaryEmbedding(_rotary_config(config)).to(device=device)
+        with torch.device("cpu"):  # computed, so there is nothing to load for a model on the meta device
+            self.rotary = LlamaRotaryEmbedding(_rotary_config(config)).to(device=device)
         self.register_buffer("d2t", None if d2t is None else d2t.to(device=device))
         for name, module in given.items():
             if module is not None:
@@ -201,8 +203,8 @@ class DraftModel(nn.Module):
         return self.lm_head(hidden)
 
     def to_target(self, ids: Tensor) -> Tensor:
-        """Ids of the draft's vocabulary as ids of the target's: int, any shape."""
-        return ids if self.d2t is None else ids + self.d2t[ids]
+        """Ids of the draft's vocabulary as ids of the target's, in the shape and dtype (int) of `ids`."""
+        return ids if self.d2t is None else (ids + self.d2t[ids]).to(ids.dtype)
 
 
 def _layer(config: DraftConfig, index: int) -> DraftLayer:

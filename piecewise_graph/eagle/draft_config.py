@@ -8,6 +8,8 @@ from typing import Any, Literal
 from .errors import EagleError
 
 Kind = Literal["eagle1", "eagle3"]
+# The others of transformers read the largest position on the host to choose their frequencies.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +26,11 @@ class DraftConfig:
         vocab_size: the target's; rows of the embedding.
         draft_vocab_size: columns of the draft's logits; fewer than `vocab_size` where `d2t` maps them.
         target_hidden_size: columns of one feature of the target.
-        feature_layers: "eagle3" takes the input of target decoder layer i for each i here, in this order;
-            layer 0's input is the embedding. None for "eagle1", whose feature is the target's last hidden
-            state after its final norm.
+        feature_layers: "eagle3" takes the input of target decoder layer i for each i here, ascending; layer
+            0's input is the embedding. None for "eagle1", whose feature is the target's last hidden state
+            after its final norm.
         rope_parameters: the draft's own, as transformers 5 keeps them: `rope_type`, `rope_theta` and so on.
+        sliding_window: a token sees itself and `sliding_window - 1` tokens before it; None = all.
         attention_bias, output_bias: bias of q, k and v, and of the output projection.
         qk_norm: q and k are normalised per head before RoPE, as in Qwen3.
         layernorms: "eagle1" only: norms of the embedding, before the first layer and before `lm_head`.
@@ -55,6 +58,7 @@ class DraftConfig:
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
     )
     max_position_embeddings: int = 2048
+    sliding_window: int | None = None
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     fc_bias: bool = False
@@ -77,10 +81,14 @@ class DraftConfig:
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             expected = f"1 to vocab_size={self.vocab_size}"
             raise EagleError.bad_config("draft_vocab_size", self.draft_vocab_size, expected)
+        rope_type = self.rope_parameters.get("rope_type")
+        if rope_type not in ROPE_TYPES or self.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+            expected = f"rope_type {', '.join(ROPE_TYPES)}, applied to whole heads"
+            raise EagleError.bad_config("rope_parameters", self.rope_parameters, expected)
         if self.kind == "eagle1":
             self._check_eagle1()
-        elif not self.feature_layers:
-            raise EagleError.bad_config("feature_layers", self.feature_layers, "the target layers to read")
+        elif not self.feature_layers or list(self.feature_layers) != sorted(set(self.feature_layers)):
+            raise EagleError.bad_config("feature_layers", self.feature_layers, "target layers, ascending")
 
     def _check_eagle1(self) -> None:
         expected = {
@@ -134,9 +142,10 @@ class DraftConfig:
         return cls(kind=kind, **(fields | changes))
 
 
-def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
+def default_feature_layers(num_layers: int) -> tuple[int, ...]:
     """Target layers whose inputs EAGLE-3 heads read where nothing else is said: 2, n // 2, n - 3.
 
-    Every stack has the same three: EAGLE's `modeling_llama_kv.py`, vLLM's and SGLang's `llama.py`.
+    Every stack has the same ones: EAGLE's `modeling_llama_kv.py`, vLLM's and SGLang's `llama.py`. They
+    collect them on the way up, each once, and so a target of fewer than 7 layers has fewer than three.
     """
-    return 2, num_layers // 2, num_layers - 3
+    return tuple(layer for layer in range(num_layers) if layer in (2, num_layers // 2, num_layers - 3))
