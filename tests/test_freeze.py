@@ -66,7 +66,7 @@ def test_serves_every_token_count_without_dynamo(
 def test_example_that_names_one_tensor_twice_is_refused(device: torch.device, other: Any) -> None:
     """The graph's inputs are told apart by the example's tensors: these two could not be."""
     x = rows(3, device)
-    with pytest.raises(FreezeError, match="'x' and 'y'.*same memory"):
+    with pytest.raises(FreezeError, match=r"'x' and 'y'.*same memory"):
         pg.freeze(compiled(Weighs()), x, other(x))
     call = pg.freeze(compiled(Weighs()), x, x.clone())
     y = rows(3, device)

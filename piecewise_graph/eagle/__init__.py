@@ -1,1 +1,44 @@
-"""A reference EAGLE loop: draft, verify and draft-extend on paged KV, each phase a graph."""
+"""A reference EAGLE loop: draft, verify and draft-extend on paged KV, each phase a graph.
+
+    from piecewise_graph.eagle import Speculator, load_draft
+
+    pg.register_attention()
+    target = AutoModelForCausalLM.from_pretrained(path, attn_implementation="piecewise").eval()
+    speculator = Speculator(target, load_draft(draft_path, target))
+    tokens, statistics = speculator.generate(prompts, max_new_tokens=64, return_stats=True)
+
+A file per stage, read in this order:
+
+    shapes, buffers   what a round looks like; static buffers as data
+    target, draft     the two models (draft_config, checkpoints), compiled once each (models, forward)
+    phases            the algorithm: draft, verify, extend (sampling, synthetic)
+    runner, ready     a phase as a graph; a round of three of them (round)
+    speculator        requests in, tokens out (request, prefill, statistics)
+"""
+
+from typing import Any
+
+_HOME = {
+    "DraftConfig": "draft_config",
+    "DraftModel": "draft",
+    "DraftShape": "shapes",
+    "EagleError": "errors",
+    "Sampling": "shapes",
+    "Speculator": "speculator",
+    "SpeculatorError": "errors",
+    "Statistics": "statistics",
+    "TargetModel": "target",
+    "load_draft": "checkpoints",
+    "save_draft": "checkpoints",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    """Lazily: the draft model needs transformers, whose import takes seconds."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)

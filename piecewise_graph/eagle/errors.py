@@ -122,6 +122,7 @@ class EagleError(PiecewiseError, ValueError):
         return cls(
             "an EAGLE-1 head has no lm_head of its own in any checkpoint layout, and this one has.",
             "make it with lm_head=target_model.get_output_embeddings(), as load_draft does.",
+        )
 
 
 class SpeculatorError(PiecewiseError, ValueError):
@@ -130,7 +131,7 @@ class SpeculatorError(PiecewiseError, ValueError):
     @classmethod
     def no_layer(cls, index: int, layers: int) -> SpeculatorError:
         return cls(
-            f"the draft reads the input of target layer {index}, but the target has layers 0 to {layers - 1}.",
+            f"the draft reads the input of target layer {index}; the target has layers 0 to {layers - 1}.",
             "use the draft with the target that it was trained for.",
         )
 

@@ -3,7 +3,8 @@
 Note [A phase is a graph]
 A phase is more than a model's forward: the draft phase holds S - 1 of them, with the choice of tokens and the
 metadata in between. So `full` captures the whole phase around the compiled model, whose code then runs as it
-is, exact sizes included; `piecewise` runs the phase's own lines on the host and every forward in it as a tape.
+is, exact sizes included; `piecewise` runs the phase's own lines on the host, and every forward in it as a
+tape.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prefill: prompts into both caches, in chunks of whole batches, up to the first token and the first draft."""
+"""Prefill: prompts into both caches, batch by batch, up to the first token and the first draft."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ class Round:
     ) -> Round:
         """Allocate a round of `size` requests, all of them padding; `sampled`: of a chain that is drawn."""
         letters = {
-            "B": size, "P": table.max_pages, "S": shape.steps, "S+2": shape.steps + 2, "BN": size * shape.nodes,
-            "F": sizes.features, "V": sizes.vocab,
+            "B": size, "BN": size * shape.nodes, "S": shape.steps, "S+2": shape.steps + 2,
+            "P": table.max_pages, "F": sizes.features, "V": sizes.vocab,
         }  # fmt: skip
         fields = ROUND + (DRAFT_PROBS if sampled and not shape.is_tree else ())
         buffers = allocate(fields, letters, dtype=sizes.dtype, device=sizes.device)

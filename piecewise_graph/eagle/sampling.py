@@ -71,7 +71,7 @@ def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """`[n]` tokens from `probs [n, V]`: the first whose cumulated probability exceeds `uniform [n]` of all."""
+    """`[n]` tokens from `probs [n, V]`: the first whose cumulated probability exceeds `uniform [n]`."""
     cumulated = probs.cumsum(-1)
     found = torch.searchsorted(cumulated, uniform[:, None] * cumulated[:, -1:], right=True)[:, 0]
     # Rounding may end a sum early: what is found then may have no probability, the last that has some does.

@@ -1,4 +1,4 @@
-"""Speculator: a target and its draft, generating for many requests in rounds of draft, verify, draft-extend."""
+"""Speculator: a target and its draft, generating for many requests, round by round."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class Speculator:
 
     def _admit(self, waiting: deque[Request], running: list[Request]) -> None:
         """Start the requests that there are slots and pages for, with all pages that they will need."""
-        started = []
+        started: list[Request] = []
         while waiting and len(running) + len(started) < self.max_requests:
             tokens = len(waiting[0].prompt) + waiting[0].max_new_tokens + self._room
             if (running or started) and -(-tokens // self._table.page_size) > self._table.free_pages:
@@ -281,7 +281,7 @@ class Speculator:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """No gradients, and a stream of our own, which graphs are launched into faster than the default one."""
+        """No gradients, and a stream of our own: graphs follow each other faster there."""
         with torch.no_grad():
             if self._stream is None:
                 yield

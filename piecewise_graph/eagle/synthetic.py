@@ -1,4 +1,4 @@
-"""Acceptance by decree, for models with random weights: a timing with it means what a trained pair would cost.
+"""Acceptance by decree, for models with random weights: what a round would cost a trained pair.
 
 Whatever it is used in has to say so: the text that comes out means nothing.
 """
@@ -64,7 +64,7 @@ class Synthetic:
         tokens = tree.tokens.view(size, nodes)
         depth = tree.positions.view(size, nodes) - buffers.seq_lens[:, None]
         uniform = uniforms(seed, buffers.seq_lens, torch.full_like(seed, SYNTHETIC))
-        accepted = sum((uniform < rate).int() for rate in self.rates) if self.rates else depth[:, 0] * 0
+        accepted = torch.stack([uniform < rate for rate in self.rates]).sum(0)
         child = tree.next_token
         forced = tokens.gather(1, child.clamp(min=0).long())
         candidates = torch.arange(nodes + 1, dtype=torch.int32, device=tokens.device)

@@ -46,7 +46,7 @@ class TargetModel(nn.Module):
             (logits `[rows, vocabulary]`, features `[rows, feature_size]`).
         """
         logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-        features = torch.cat([tap.seen for tap in self.taps], -1)
+        features = torch.cat([tap.seen for tap in self.taps if tap.seen is not None], -1)
         for tap in self.taps:
             tap.seen = None
         return logits[0], features[0]
@@ -59,7 +59,8 @@ class _Tap(nn.Module):
         super().__init__()
         # Models read plain attributes of their layers, such as the kind of attention.
         self.__dict__.update({k: v for k, v in vars(inner).items() if not k.startswith("_")})
-        self.inner, self.seen = inner, None
+        self.inner = inner
+        self.seen: Tensor | None = None
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.seen = hidden
@@ -67,7 +68,7 @@ class _Tap(nn.Module):
 
 
 def _tapped(model: Any, layers: Sequence[int] | None) -> tuple[Any, list[_Tap]]:
-    """A copy of `model` that shares all its layers but those on the way to the taps, and the taps in order."""
+    """A copy of `model` that shares all layers but those on the way to the taps, and the taps in order."""
     if layers is None:
         head = _path_to(model, model.get_output_embeddings())
         return _replaced(model, {head: (tap := _Tap(model.get_output_embeddings()))}), [tap]
