@@ -393,8 +393,8 @@ class FreezeError(PiecewiseError):
     @classmethod
     def aliased(cls, one: str, other: str) -> FreezeError:
         return cls(
-            f"the example's arguments {one!r} and {other!r} are the same memory: the graph's inputs cannot be "
-            "told apart.",
+            f"the example's arguments {one!r} and {other!r} are the same memory: its inputs cannot be told "
+            "apart.",
             "pass separate tensors in the example, such as a clone; later calls may pass one tensor twice.",
         )
 

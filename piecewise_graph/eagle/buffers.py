@@ -2,7 +2,8 @@
 
 Letters of shapes: `R` rows of the request table (row 0: padding), `B` requests of a batch, `N` draft tokens,
 `S` steps, `H` hidden size of the draft, `F` columns of the target's features, `V` vocabulary, `D` the draft's
-vocabulary, `P` pages of a request.
+vocabulary, `P` pages of a request, `G` rounds
+that may run without the draft before it has to catch up.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ STATE = (
     Field("top_p", ("R",), torch.float32, pad=1),
     Field("seed", ("R",), torch.int64),
 )
+
+# Features of the latest plain rounds, for a draft that has to catch up; row `position % G`.
+GAP = (Field("gap", ("R", "G", "F"), None),)
 
 # What the phases of a round hand to each other, by place in the batch.
 ROUND = (

@@ -72,6 +72,9 @@ class Phases:
         round.buffers.features.copy_(features)
         self._accept(logits)
         requests = round.buffers.requests.long()
+        if not round.shape.steps and "gap" in self.state:
+            gap = self.state.gap
+            gap[requests, round.buffers.seq_lens % gap.shape[1]] = features
         self.state.seq_lens.index_copy_(0, requests, accepted.new_seq_lens)
         self.state.root.index_copy_(0, requests, accepted.bonus)
         torch.cat([accepted.out_tokens, accepted.accept_len[:, None]], 1, out=round.buffers.result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Prefill:
                 self.way, self._padding(self.cache, rows), input_ids=ids[None], position_ids=positions[None]
             )
             if self.draft_cache is not None:
-                self._draft(self._padding(self.draft_cache, rows), ids, positions, features)
+                self._draft(self._padding(self.draft_cache, rows), ids, positions, features, self.way)
             if self.way != PIECEWISE:
                 return
 
@@ -91,6 +92,33 @@ class Prefill:
             for piece, token in zip([p for p in batch if p.is_last], tokens.tolist(), strict=True)
         }
         return [chosen[request.slot] for request in requests]
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """Let the draft read the tokens of rounds that ran without it; the oldest may be lost."""
+        late = [request for request in requests if request.drafted < request.length]
+        if not late or self.draft_cache is None:
+            return
+        kept = self.state.gap.shape[1]
+        spans = [(max(r.drafted, r.length - kept), r.length) for r in late]
+        rows = [stop - start for start, stop in spans]
+        slots = [request.slot for request in late]
+        following = [
+            t for r, (start, stop) in zip(late, spans, strict=True) for t in r.sequence(start + 1, stop + 1)
+        ]
+        batch, positions = make_batch(self.draft_cache, self.table, slots, rows, [r.length for r in late])
+        owners = self._longs([slot for slot, count in zip(slots, rows, strict=True) for _ in range(count)])
+        features = self.state.gap[owners, positions % kept]
+        ids = device_ints(following, self.cache.device)
+        hidden = self._draft(batch, ids, positions, features, COMPILED)
+        self._end(self._longs(slots), hidden[self._longs([end - 1 for end in accumulate(rows)])])
+        for request in late:
+            request.drafted = request.length
+
+    def _end(self, slots: Tensor, hidden: Tensor) -> None:
+        """Where the next drafts begin."""
+        assert self.models.head is not None
+        self.state.hidden.index_copy_(0, slots, hidden)
+        self.state.logits.index_copy_(0, slots, self.models.head(COMPILED, None, hidden=hidden))
 
     def _begin(self, requests: Sequence[Request]) -> None:
         """Where rounds will begin, and how requests are sampled."""
@@ -128,18 +156,15 @@ class Prefill:
             ]
             ids = device_ints(following, device).index_copy_(0, last, chosen)
             attention, _ = make_batch(self.draft_cache, self.table, slots, rows, lengths)
-            hidden = self._draft(attention, ids, positions, features)[last]
-            self.state.hidden.index_copy_(0, ending, hidden)
-            assert self.models.head is not None
-            self.state.logits.index_copy_(0, ending, self.models.head(COMPILED, None, hidden=hidden))
+            self._end(ending, self._draft(attention, ids, positions, features, self.way)[last])
         return chosen
 
-    def _draft(self, attention: Any, ids: Tensor, positions: Tensor, features: Tensor) -> Tensor:
+    def _draft(self, attention: Any, ids: Tensor, positions: Tensor, features: Tensor, way: str) -> Tensor:
         assert self.models.extend is not None
-        hidden: Tensor = self.models.extend(
-            self.way, attention, input_ids=ids, positions=positions, features=features
+        found: Tensor = self.models.extend(
+            way, attention, input_ids=ids, positions=positions, features=features
         )
-        return hidden
+        return found
 
     def _choose(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
         """int32 `[n]` tokens after the prompts of `requests`, `logits [n, V]`."""

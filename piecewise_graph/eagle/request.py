@@ -15,6 +15,7 @@ class Request:
     """Attributes:
     slot: row of the request table while it runs; 0 before and after.
     tokens: what was generated; a stop token that ended it is the last of them.
+    length: tokens whose K and V the target has; `drafted`: those whose K and V the draft has.
     """
 
     index: int
@@ -25,10 +26,25 @@ class Request:
     slot: int = 0
     tokens: list[int] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
+    length: int = field(init=False)
+    drafted: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.length = self.drafted = len(self.prompt)
 
     @property
     def finished(self) -> bool:
         return len(self.tokens) >= self.max_new_tokens or bool(self.tokens and self.tokens[-1] in self.stop)
+
+    def advance(self, tokens: int, *, drafted: bool) -> None:
+        """A round computed so many tokens, the draft with the target or not."""
+        self.length += tokens
+        if drafted:
+            self.drafted = self.length
+
+    def sequence(self, start: int, stop: int) -> list[int]:
+        """Tokens of prompt and answer together."""
+        return [*self.prompt, *self.tokens][start:stop]
 
     def take(self, tokens: Iterable[int]) -> int:
         """Append tokens up to the one that ends the request; returns how many were used."""

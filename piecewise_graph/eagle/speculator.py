@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-import piecewise_graph as pg
 from piecewise_graph.custom_ops.attention.transformers import is_ours
-from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 
-from .buffers import STATE, allocate
 from .errors import SpeculatorError
 from .forward import FULL, PIECEWISE, WAYS
-from .models import Models
-from .phases import FILTERED, GREEDY, SAMPLED, Phases
+from .phases import GREEDY
+from .planner import Planner
 from .prefill import Prefill
-from .ready import ReadyRound
 from .request import Request, check_request, per_request
-from .round import Round, Sizes
-from .runner import PhaseRunner
+from .rounds import PREFILL_SIZES, RoundKey, Workshop
+from .session import Session
 from .shapes import DraftShape, Sampling, as_shape
 from .statistics import Statistics
 from .synthetic import Synthetic
-from .target import TargetModel
 
 PHASES = ("draft", "verify", "extend")
-_PREFILL_SIZES = (1, 8, 16, 32, 64, 128, 256, 512)
+AUTO = "auto"
 
 
 class Speculator:
@@ -51,8 +45,9 @@ class Speculator:
         prefill_rows: tokens that one prefill batch holds at most.
         options, draft_options: of pg.compile for the target and for the draft's parts, such as
             `merge_linears=True` or `specialize=[4]`.
-        synthetic: decree acceptance, for models with random weights: a mean accept length or rates per
-            position (synthetic.py).
+
+    Attributes:
+        planner: what chooses with `shape="auto"`, of all of `shapes`; `latest` says what it chose and why.
 
     Raises:
         SpeculatorError: target, draft, shapes or graphs do not fit together.
@@ -69,64 +64,42 @@ class Speculator:
         page_size: int = 1,
         num_pages: int | None = None,
         batch_sizes: Sequence[int] | None = None,
-        graphs: str | Mapping[str, str] = "full",
+        graphs: str | Mapping[str, str] = FULL,
         prefill_rows: int = 512,
         options: Mapping[str, Any] | None = None,
         draft_options: Mapping[str, Any] | None = None,
-        synthetic: float | Sequence[float] | None = None,
     ) -> None:
         self.shapes = tuple(dict.fromkeys(map(as_shape, shapes)))
-        self.graphs = _ways(graphs)
+        self.graphs = ways(graphs)
         self.batch_sizes = _batch_sizes(batch_sizes, max_requests)
-        self.max_requests, self.max_seq_len, self.synthetic = max_requests, max_seq_len, synthetic
+        self.max_requests, self.max_seq_len = max_requests, max_seq_len
+        self.planner = Planner(self.shapes)
         _check_models(model, draft, self.shapes, page_size)
-        self._drafts = draft is not None and any(shape.steps for shape in self.shapes)
-        draft = draft if self._drafts else None
-        target = TargetModel(model, draft.config.feature_layers if draft is not None else None)
-        self.device, self.vocab_size = model.device, target.vocab_size
-        dtype = next(model.parameters()).dtype
-        room = max(shape.room for shape in self.shapes)
-        hidden, draft_vocab = (draft.config.hidden_size, draft.config.draft_vocab_size) if draft else (1, 1)
-        self._sizes = Sizes(
-            hidden,
-            target.feature_size,
-            target.vocab_size,
-            draft_vocab,
-            max_seq_len + room,
-            dtype,
-            self.device,
-        )
-        pages = 1 + max_requests * -(-(max_seq_len + room) // page_size) if num_pages is None else num_pages
-        paged: dict[str, Any] = {
-            "num_pages": pages, "page_size": page_size, "dtype": dtype, "device": self.device,
+        if not any(shape.steps for shape in self.shapes):
+            draft = None
+        self._room = max(shape.room for shape in self.shapes)
+        longest = max_seq_len + self._room
+        pages = 1 + max_requests * -(-longest // page_size) if num_pages is None else num_pages
+        paging = {
+            "max_requests": max_requests, "max_seq_len": longest, "page_size": page_size, "num_pages": pages,
         }  # fmt: skip
-        self._cache = PagedKVCache.for_model(model.config, **paged)
-        self._draft_cache = None
-        if draft is not None:
-            self._draft_cache = PagedKVCache(
-                num_layers=draft.config.num_layers,
-                kv_heads=draft.config.num_key_value_heads,
-                head_dim=draft.config.head_dim,
-                **paged,
-            )
-        self._table = RequestTable.for_cache(
-            self._cache, max_requests=max_requests, max_seq_len=max_seq_len + room
+        self._workshop = Workshop.make(
+            model,
+            draft,
+            self.shapes,
+            self.batch_sizes,
+            paging,
+            options or {},
+            draft_options or {},
+            prefill_rows,
         )
-        letters = {"R": max_requests + 1, "H": hidden, "D": draft_vocab}
-        self._state = allocate(STATE, letters, dtype=dtype, device=self.device)
-        self._pool = pg.GraphPool()
-        rows = _row_counts(self.shapes, self.batch_sizes, [n for n in _PREFILL_SIZES if n <= prefill_rows])
-        pool = {"pool": self._pool}
-        self._models = Models.make(
-            target, draft, rows, {**(options or {}), **pool}, {**(draft_options or {}), **pool}
-        )
+        made = self._workshop
         self._prefill = Prefill(
-            self._models, self._state, self._table, self._cache, self._draft_cache,
-            prefill_rows, self.graphs["prefill"],
+            made.models, made.state, made.table, made.cache, made.draft_cache, prefill_rows,
+            self.graphs["prefill"],
         )  # fmt: skip
-        self._prefill_sizes = rows["prefill"]
-        self._rounds: dict[tuple[int, DraftShape, str], ReadyRound] = {}
-        self._prefill_ready = False
+        self._prefill_sizes = [size for size in PREFILL_SIZES if size <= prefill_rows]
+        self.device = made.sizes.device
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def prepare(self, rules: Sequence[str] = (GREEDY,)) -> None:
@@ -139,8 +112,8 @@ class Speculator:
             for size in reversed(self.batch_sizes):
                 for shape in self.shapes:
                     for rule in rules:
-                        self._round(size, shape, rule)
-            self._prepare_prefill()
+                        self._workshop.round_for(RoundKey(size, shape, rule, _phases(self.graphs)))
+        self._prepare_prefill()
 
     def generate(
         self,
@@ -149,7 +122,9 @@ class Speculator:
         max_new_tokens: int | Sequence[int] = 64,
         sampling: Sampling | Sequence[Sampling] | None = None,
         stop: Sequence[int] = (),
-        shape: DraftShape | int | None = None,
+        shape: DraftShape | int | str | None = None,
+        graphs: str | Mapping[str, str] | None = None,
+        synthetic: float | Sequence[float] | None = None,
         return_stats: bool = False,
     ) -> Any:
         """New tokens for every prompt, in order.
@@ -159,7 +134,10 @@ class Speculator:
             max_new_tokens: one for all or one per prompt.
             sampling: the same; None = greedy.
             stop: token ids that end a request; the one that did is kept as its last token.
-            shape: one of the speculator's; None = the first.
+            shape: one of the speculator's, "auto" = what the planner chooses, round by round; None = the first.
+            graphs: how phases run, where it shall differ from the speculator's.
+            synthetic: decree acceptance, for models with random weights: a mean accept length, or rates per
+                position. The tokens mean nothing then, and the statistics say so.
 
         Returns:
             a list of token lists, and with `return_stats` a `Statistics` beside it.
@@ -168,27 +146,37 @@ class Speculator:
             SpeculatorError: a request that cannot be served, before any is.
             CacheError: one request alone needs more pages than there are.
         """
-        chosen = self.shapes[0] if shape is None else as_shape(shape)
-        if chosen not in self.shapes:
-            raise SpeculatorError.unprepared(chosen, self.shapes)
-        requests = self._requests(prompts, max_new_tokens, sampling, stop)
-        with self._running():
-            self._serve(requests, chosen)
+        session, requests = self.session(
+            prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, shape=shape, graphs=graphs,
+            synthetic=synthetic,
+        )  # fmt: skip
+        try:
+            while session.unfinished:
+                session.step()
+        finally:
+            session.close()
         tokens = [request.tokens for request in requests]
         if not return_stats:
             return tokens
-        decreed = None
-        if self.synthetic is not None and chosen.steps:
-            decreed = Synthetic.of(self.synthetic, chosen.steps).accept_length
+        decreed = session.decreed
         return tokens, Statistics(tuple(request.counts for request in requests), decreed)
 
-    def _requests(
+    def session(
         self,
         prompts: Sequence[Sequence[int]],
-        max_new_tokens: int | Sequence[int],
-        sampling: Sampling | Sequence[Sampling] | None,
-        stop: Sequence[int],
-    ) -> list[Request]:
+        *,
+        max_new_tokens: int | Sequence[int] = 64,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        stop: Sequence[int] = (),
+        shape: DraftShape | int | str | None = None,
+        graphs: str | Mapping[str, str] | None = None,
+        synthetic: float | Sequence[float] | None = None,
+    ) -> tuple[Session, list[Request]]:
+        """The same, to be stepped by the caller round by round; one session at a time.
+
+        Returns:
+            (session, requests in the order of the prompts).
+        """
         counts: Any = per_request("max_new_tokens", max_new_tokens, len(prompts))
         samplings: Any = per_request("sampling", sampling or Sampling(), len(prompts))
         requests = [
@@ -196,88 +184,32 @@ class Speculator:
             for index, (prompt, how, count) in enumerate(zip(prompts, samplings, counts, strict=True))
         ]
         for request in requests:
-            check_request(request, self.vocab_size, self.max_seq_len)
-        return requests
+            check_request(request, self._workshop.sizes.vocab, self.max_seq_len)
+        chosen = self._shape(shape)
+        if synthetic is not None:
+            for each in self.shapes if isinstance(chosen, Planner) else (chosen,):
+                Synthetic.of(synthetic, each.steps) if each.steps else None
+        self._prepare_prefill()
+        session = Session(
+            self._workshop, self._prefill, requests, shape=chosen, room=self._room,
+            batch_sizes=self.batch_sizes, graphs=_phases(self.graphs if graphs is None else ways(graphs)),
+            synthetic=synthetic, context=self._running,
+        )  # fmt: skip
+        return session, requests
 
-    def _serve(self, requests: Sequence[Request], shape: DraftShape) -> None:
-        """Rounds until every request is finished; those that find no room wait."""
-        waiting, running = deque(requests), list[Request]()
-        try:
-            while waiting or running:
-                self._admit(waiting, running)
-                rule = _rule(running)
-                ready = self._round(self._size_for(len(running)), shape, rule)
-                for request, tokens in zip(running, ready.run(running), strict=True):
-                    request.counts.add_round(shape.steps, shape.nodes - 1, len(tokens))
-                    request.take(tokens)
-                self._let_go(running)
-        finally:
-            for request in running:
-                self._table.close(request.slot)
-
-    def _admit(self, waiting: deque[Request], running: list[Request]) -> None:
-        """Start the requests that there are slots and pages for, with all pages that they will need."""
-        started: list[Request] = []
-        while waiting and len(running) + len(started) < self.max_requests:
-            tokens = len(waiting[0].prompt) + waiting[0].max_new_tokens + self._room
-            if (running or started) and -(-tokens // self._table.page_size) > self._table.free_pages:
-                break
-            slot = self._table.open()
-            try:
-                self._table.reserve({slot: tokens})
-            except Exception:
-                self._table.close(slot)
-                raise
-            waiting[0].slot = slot
-            started.append(waiting.popleft())
-        running += started
-        if started:
-            self._prepare_prefill()
-            for request, token in zip(started, self._prefill.run(started), strict=True):
-                request.take([token])
-            self._let_go(running)
-            if not running and waiting:
-                self._admit(waiting, running)
-
-    @property
-    def _room(self) -> int:
-        return max(shape.room for shape in self.shapes)
-
-    def _let_go(self, running: list[Request]) -> None:
-        for request in [request for request in running if request.finished]:
-            self._table.close(request.slot)
-            running.remove(request)
-
-    def _size_for(self, requests: int) -> int:
-        return next(size for size in self.batch_sizes if size >= requests)
-
-    def _round(self, size: int, shape: DraftShape, rule: str) -> ReadyRound:
-        key = size, shape, rule
-        if key not in self._rounds:
-            self._rounds[key] = self._make_round(size, shape, rule)
-        return self._rounds[key]
-
-    def _make_round(self, size: int, shape: DraftShape, rule: str) -> ReadyRound:
-        sampled = rule != GREEDY
-        made = Round.make(
-            shape, size, self._sizes, self._table, self._cache, self._draft_cache, sampled=sampled
-        )
-        decreed = None
-        if self.synthetic is not None and shape.steps:
-            decreed = Synthetic.of(self.synthetic, shape.steps)
-        phases = Phases(self._models, made, self._state, rule, decreed)
-        bodies: dict[str, Callable[[str], None]] = {"draft": phases.draft, "verify": phases.verify}
-        if shape.steps:
-            bodies["extend"] = phases.extend
-        runners = [PhaseRunner(name, body, self.graphs[name], self._pool) for name, body in bodies.items()]
-        for runner in runners:
-            runner.prepare(self.device)
-        return ReadyRound(made, runners, self._table)
+    def _shape(self, shape: DraftShape | int | str | None) -> DraftShape | Planner:
+        if shape == AUTO:
+            return self.planner
+        chosen = self.shapes[0] if shape is None else as_shape(shape)
+        if chosen not in self.shapes:
+            raise SpeculatorError.unprepared(chosen, self.shapes)
+        return chosen
 
     def _prepare_prefill(self) -> None:
-        if not self._prefill_ready:
-            self._prefill.prepare(self._prefill_sizes)
-            self._prefill_ready = True
+        if self._prefill_sizes:
+            with self._running():
+                self._prefill.prepare(self._prefill_sizes)
+            self._prefill_sizes = []
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -294,7 +226,7 @@ class Speculator:
                 torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
 
-def _ways(graphs: str | Mapping[str, str]) -> dict[str, str]:
+def ways(graphs: str | Mapping[str, str]) -> dict[str, str]:
     """How each phase runs, from one way for all or some of them by name."""
     names = (*PHASES, "prefill")
     if isinstance(graphs, str):
@@ -331,23 +263,5 @@ def _check_models(model: Any, draft: Any, shapes: Sequence[DraftShape], page_siz
             )
 
 
-def _row_counts(
-    shapes: Sequence[DraftShape], batches: Sequence[int], prefill: Sequence[int]
-) -> dict[str, list[int]]:
-    """Row counts of each model's forwards that may be captured."""
-    verified = {size * shape.nodes for shape in shapes for size in batches}
-    branches = {size * shape.topk for shape in shapes for size in batches}
-    return {
-        "prefill": sorted(prefill),
-        "target": sorted({*verified, *prefill}),
-        "extend": sorted({*verified, *prefill}),
-        "step": sorted(branches),
-        "head": sorted({*branches, *batches}),
-    }
-
-
-def _rule(requests: Sequence[Request]) -> str:
-    """The cheapest rule that serves these requests; a greedy one among sampled ones stays greedy."""
-    if any(request.sampling.filtered for request in requests):
-        return FILTERED
-    return GREEDY if all(request.sampling.greedy for request in requests) else SAMPLED
+def _phases(graphs: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple((phase, graphs[phase]) for phase in PHASES)

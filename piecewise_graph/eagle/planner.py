@@ -1,0 +1,172 @@
+"""Planner: how much to draft, from what the phases take and from what is accepted.
+
+Note [Tokens per second]
+A round of shape s makes `1 + sum over depths d <= S of survival[d]` tokens on average, the bonus among them,
+and takes `draft + verify + extend` seconds. Seconds are measured when a round is captured, for each batch
+size; survival, the share of rounds that accept depth d, while requests run, for all batch sizes together.
+The shape that makes the most tokens per second runs.
+
+What is not run is not observed. So every `PROBE_EVERY`-th round is given to the shape that has not run for
+the longest time, which on a draft that is always wrong costs less than a percent; depths that no round has
+reached are taken to survive as the deepest that one has; and a tree that has never run is taken to lie
+halfway (geometrically) between the chain and perfection, until it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .shapes import DraftShape
+
+PROBE_EVERY, REPLAN_EVERY = 64, 8  # rounds
+_PRIOR, _PRIOR_ROUNDS = 0.7, 2.0  # what each depth is taken to keep of the one above it, and how firmly
+_MEMORY = 128.0  # rounds after which an observation has lost most of its weight
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the planner thinks of one shape at one batch size.
+
+    Attributes:
+        seconds: of each phase.
+        tokens: per request and round.
+    """
+
+    shape: DraftShape
+    seconds: Mapping[str, float]
+    tokens: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of one request."""
+        return self.tokens / sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for a round, and the numbers behind it. `str()` is for people.
+
+    Attributes:
+        estimates: of all shapes, the best first.
+        probe: the shape runs because it has not for long.
+    """
+
+    shape: DraftShape
+    size: int
+    estimates: tuple[Estimate, ...]
+    probe: bool
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.size} requests: {self.shape}" + (", to see whether it has become better" * self.probe)
+        ]
+        lines += [f"  {'shape':44s} {'tokens':>7s} {'ms':>8s} {'tokens/s':>9s}  phases (ms)"]
+        for each in self.estimates:
+            phases = ", ".join(f"{name} {value * 1e3:.3f}" for name, value in each.seconds.items())
+            total = sum(each.seconds.values())
+            lines.append(
+                f"  {each.shape!s:44s} {each.tokens:7.2f} {total * 1e3:8.3f} {each.rate:9.1f}  {phases}"
+            )
+        return "\n".join(lines)
+
+
+class Planner:
+    """Chooses among `shapes`; one planner may serve many sessions, and learns from all of them.
+
+    Attributes:
+        latest: the latest choice per batch size.
+    """
+
+    def __init__(self, shapes: Sequence[DraftShape]) -> None:
+        self.shapes = tuple(shapes)
+        self.latest: dict[int, Choice] = {}
+        self._seconds: dict[int, dict[DraftShape, Mapping[str, float]]] = {}
+        self._seen: dict[DraftShape, _Survival] = {}
+        self._last_run = dict.fromkeys(self.shapes, 0)
+        self._rounds = 0
+
+    def knows(self, size: int) -> bool:
+        """Whether the phases were measured for this batch size."""
+        return size in self._seconds
+
+    def measure(self, size: int, seconds: Mapping[DraftShape, Mapping[str, float]]) -> None:
+        """Tell what the phases of every shape take."""
+        self._seconds[size] = dict(seconds)
+
+    def choose(self, size: int) -> Choice:
+        """The shape of the next round of `size` requests."""
+        latest = self.latest.get(size)
+        if latest is not None and not latest.probe and self._rounds % REPLAN_EVERY:
+            return latest
+        estimates = sorted(
+            (Estimate(shape, self._seconds[size][shape], self._tokens(shape)) for shape in self.shapes),
+            key=lambda each: -each.rate,
+        )
+        shape = estimates[0].shape
+        stalest = min(self.shapes, key=self._last_run.__getitem__)
+        probe = self._rounds % PROBE_EVERY == PROBE_EVERY - REPLAN_EVERY and stalest is not shape
+        choice = Choice(stalest if probe else shape, size, tuple(estimates), probe)
+        self.latest[size] = choice
+        return choice
+
+    def observe(self, shape: DraftShape, accept_lens: Sequence[int]) -> None:
+        """Tell how many tokens each request got from a round of `shape`, bonus included."""
+        self._rounds += 1
+        self._last_run[shape] = self._rounds
+        if shape.steps:
+            seen = self._seen.setdefault(_kind(shape), _Survival(shape.steps))
+            for depth in range(1, shape.steps + 1):
+                seen.add(depth, sum(length > depth for length in accept_lens) / len(accept_lens))
+
+    def _tokens(self, shape: DraftShape) -> float:
+        """Expected tokens of a round."""
+        kept, total = 1.0, 1.0
+        for depth in range(1, shape.steps + 1):
+            kept *= self._conditional(shape, depth)
+            total += kept
+        return total
+
+    def _conditional(self, shape: DraftShape, depth: int) -> float:
+        """Of the rounds that accept the depth above, the share that accept this one."""
+        own = self._seen.get(_kind(shape))
+        if own is not None:
+            return own.conditional(depth)
+        chains = [seen for kind, seen in self._seen.items() if not kind.is_tree]
+        chain = chains[0].conditional(depth) if chains else _PRIOR
+        return chain**0.5 if shape.is_tree else chain
+
+
+def _kind(shape: DraftShape) -> DraftShape:
+    """Shapes that learn from each other: chains of all lengths."""
+    return shape if shape.is_tree else DraftShape(1)
+
+
+class _Survival:
+    """How often each depth was accepted, the latest rounds counting most."""
+
+    def __init__(self, depths: int) -> None:
+        self._accepted: list[float] = []
+        self._reached: list[float] = []
+        self._latest_share = 1.0
+        self._grow(depths)
+
+    def add(self, depth: int, share: float) -> None:
+        """`share` of a round's requests accepted `depth`."""
+        self._grow(depth)
+        fade = 1 - 1 / _MEMORY
+        above = 1.0 if depth == 1 else self._latest_share
+        self._latest_share = share
+        self._accepted[depth - 1] = self._accepted[depth - 1] * fade + share
+        self._reached[depth - 1] = self._reached[depth - 1] * fade + above
+
+    def conditional(self, depth: int) -> float:
+        """Of those that accepted the depth above; of the deepest known, where none was that deep."""
+        index = min(depth, len(self._reached)) - 1
+        return self._accepted[index] / self._reached[index]
+
+    def _grow(self, depths: int) -> None:
+        """New depths begin with the prior, worth a few rounds."""
+        missing = depths - len(self._reached)
+        self._accepted += [_PRIOR * _PRIOR_ROUNDS] * missing
+        self._reached += [_PRIOR_ROUNDS] * missing
