@@ -39,7 +39,7 @@ class PagedModel:
         self.implementation = implementation or default_implementation(self.device)
         pg.register_attention("piecewise", self.implementation)
         self.model = random_model(shape, self.device, "piecewise")
-        self.weight_bytes = _read_bytes(self.model)
+        self.weight_bytes = read_bytes(self.model)
         self.counts = tuple(counts)
         requests = max(layout(count)[0] for count in counts)
         self.cache = PagedKVCache.for_model(
@@ -104,7 +104,7 @@ def default_implementation(device: torch.device) -> str:
     return "triton" if device.type == "cuda" else "torch"
 
 
-def _read_bytes(model: torch.nn.Module) -> int:
+def read_bytes(model: torch.nn.Module) -> int:
     embedding = model.get_input_embeddings().weight
     tied = embedding is model.get_output_embeddings().weight
     return sum(p.nbytes for p in model.parameters() if tied or p is not embedding)

@@ -27,7 +27,7 @@ class Forward:
         module: reads its batch from the forward context, where it attends to anything.
         token_dim: argument -> dimension that counts rows.
         sizes: row counts that may be captured.
-        options: of pg.compile.
+        options: of pg.compile; of `specialize` the sizes that are among these.
     """
 
     def __init__(
@@ -41,7 +41,10 @@ class Forward:
             "outputs": "static",
             "capture": "explicit",
         }
-        self._compiled = pg.compile(module, token_dim=self._token_dim, **{**options, **chosen})
+        exact = [size for size in options.get("specialize", ()) if size in sizes]
+        self._compiled = pg.compile(
+            module, token_dim=self._token_dim, **{**options, **chosen, "specialize": exact}
+        )
         self._frozen: Any = None
         self._captured: set[int] = set()
 

@@ -84,7 +84,7 @@ class Prefill:
 
     def run(self, requests: Sequence[Request]) -> list[int]:
         """The first token of every request, with the state set for its first round. Waits for the device."""
-        self._begin(requests)
+        self.place(requests)
         found = [(piece, self._chunk(piece)) for piece in pieces(requests, self.most)]
         chosen = {
             piece.request.slot: token
@@ -120,11 +120,11 @@ class Prefill:
         self.state.hidden.index_copy_(0, slots, hidden)
         self.state.logits.index_copy_(0, slots, self.models.head(COMPILED, None, hidden=hidden))
 
-    def _begin(self, requests: Sequence[Request]) -> None:
-        """Where rounds will begin, and how requests are sampled."""
+    def place(self, requests: Sequence[Request]) -> None:
+        """Tell the device where the next rounds of `requests` begin, and how they are sampled."""
         slots = self._longs([request.slot for request in requests])
         columns: dict[str, list[Any]] = {
-            "seq_lens": [len(request.prompt) for request in requests],
+            "seq_lens": [request.length for request in requests],
             "temperature": [request.sampling.temperature for request in requests],
             "top_k": [request.sampling.top_k for request in requests],
             "top_p": [request.sampling.top_p for request in requests],

@@ -136,11 +136,9 @@ class Workshop:
 
 
 def _sizes(model: Any, target: TargetModel, draft: Any, max_seq_len: int) -> Sizes:
-    hidden, draft_vocab = (
-        (1, 1) if draft is None else (draft.config.hidden_size, draft.config.draft_vocab_size)
-    )
+    config = None if draft is None else draft.config
     return Sizes(
-        hidden=hidden,
+        hidden=config.hidden_size if config else 1,
         features=target.feature_size,
         vocab=target.vocab_size,
         draft_vocab=config.draft_vocab_size if config else 1,

@@ -134,7 +134,7 @@ class Speculator:
             max_new_tokens: one for all or one per prompt.
             sampling: the same; None = greedy.
             stop: token ids that end a request; the one that did is kept as its last token.
-            shape: one of the speculator's, "auto" = what the planner chooses, round by round; None = the first.
+            shape: one of the speculator's, "auto" = the planner's choice in every round; None = the first.
             graphs: how phases run, where it shall differ from the speculator's.
             synthetic: decree acceptance, for models with random weights: a mean accept length, or rates per
                 position. The tokens mean nothing then, and the statistics say so.

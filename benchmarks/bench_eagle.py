@@ -1,0 +1,243 @@
+"""A speculative round of a Llama with an EAGLE head: what it takes, and what each phase's graph is worth.
+
+    python -m benchmarks.bench_eagle
+
+Random weights in bf16, a chain of 3 steps, 128 tokens of context per request. Acceptance is SYNTHETIC: a mean
+of 1 (nothing is accepted) and of 2.5 tokens per round is decreed, which changes what a token takes and hardly
+what a round does. In one process, on the same requests, these take turns:
+
+    full            draft, verify and draft-extend are one graph each
+    piecewise       their forwards are tapes, attention between the graphs
+    NAME eager      one phase runs as plain PyTorch, the others as graphs
+    extend compiled draft-extend as compiled code without a graph
+    plain           no draft: one token per round, as one graph
+
+The floor of a round is the time that reading its weights takes: the target's once, and the head's S times.
+A trained pair (the repository's byte-level model and its heads) follows, with acceptance as it is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import piecewise_graph as pg
+from benchmarks.common import RESULTS, Mark, Timing, alternate, read_bandwidth, table, without_out, write
+from benchmarks.eagle_pair import bench_pair
+from benchmarks.llama import SHAPES, random_model
+from benchmarks.paged import read_bytes
+from piecewise_graph.eagle import DraftConfig, DraftModel, Speculator
+
+CONTEXT, STEPS, NEW = 128, 3, 128
+ROUND_LIMIT = 1.30  # of the floor: 8B, one request
+EXTEND_GAIN = {1: 0.11, 32: 0.05}  # throughput, against an eager draft-extend: 1B
+DRAFT_VOCAB = 32000  # of published EAGLE-3 heads
+VARIANTS = {
+    "full": "full",
+    "piecewise": "piecewise",
+    "draft eager": {"draft": "eager"},
+    "verify eager": {"verify": "eager"},
+    "extend eager": {"extend": "eager"},
+    "extend compiled": {"extend": "compiled"},
+}
+Row = dict[str, Any]
+
+
+class Pair:
+    """A target of a known shape and a head, both with random weights."""
+
+    def __init__(self, shape: str, kind: str, batches: Sequence[int], options: argparse.Namespace) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        pg.register_attention()
+        self.target = random_model(SHAPES[shape], device, "piecewise")
+        self.draft = random_draft(self.target, kind)
+        self.target_bytes = read_bytes(self.target)
+        looked_up = {id(self.draft.embed_tokens.weight)} - {id(self.draft.lm_head.weight)}
+        self.draft_bytes = sum(p.nbytes for p in self.draft.parameters() if id(p) not in looked_up)
+        began = time.perf_counter()
+        exact = [] if options.no_specialize else [1, STEPS + 1]
+        compiled: dict[str, Any] = {"compiler": options.compiler, "specialize": exact}
+        self.speculator = Speculator(
+            self.target,
+            self.draft,
+            shapes=[STEPS, 0],
+            max_requests=max(batches),
+            max_seq_len=CONTEXT + NEW,
+            batch_sizes=batches,
+            page_size=16,
+            graphs={"prefill": "compiled"},
+            options={**compiled, "merge_linears": True},
+            draft_options=compiled,
+        )
+        self.run(1, "full", 1.0)()
+        self.start_seconds = time.perf_counter() - began
+
+    def run(self, batch: int, graphs: Any, accept_length: float, shape: int = STEPS) -> Callable[[], None]:
+        """One round of `batch` requests that begin at the same length every few rounds."""
+        vocabulary = self.target.config.vocab_size
+        prompts = [[(7 * i + j) % vocabulary for j in range(CONTEXT)] for i in range(batch)]
+        session, _ = self.speculator.session(
+            prompts,
+            max_new_tokens=NEW,
+            shape=shape,
+            graphs=graphs,
+            synthetic=accept_length if shape else None,
+        )
+        session.step()
+        rounds = 0
+
+        def step() -> None:
+            nonlocal rounds
+            rounds += 1
+            if rounds * (STEPS + 1) > NEW // 2:
+                session.rewind()
+                rounds = 0
+            session.step()
+
+        step.close = session.close  # type: ignore[attr-defined]
+        return step
+
+
+def random_draft(target: Any, kind: str) -> DraftModel:
+    """A head as they are published: EAGLE-1 with the target's vocabulary, EAGLE-3 with 32,000 tokens."""
+    vocabulary = target.config.vocab_size
+    weight = target.get_output_embeddings().weight
+    changes: dict[str, Any] = {}
+    if kind == "eagle3":
+        changes["draft_vocab_size"] = min(DRAFT_VOCAB, vocabulary)
+    config = DraftConfig.for_target(target.config, kind, **changes)
+    d2t = None
+    if config.draft_vocab_size != vocabulary:
+        d2t = torch.arange(config.draft_vocab_size) * (vocabulary // config.draft_vocab_size - 1)
+    return DraftModel(
+        config,
+        embed_tokens=target.get_input_embeddings(),
+        lm_head=target.get_output_embeddings() if kind == "eagle1" else None,
+        d2t=d2t,
+        dtype=weight.dtype,
+        device=weight.device,
+    ).eval()
+
+
+@torch.no_grad()
+def bench(shape: str, kind: str, options: argparse.Namespace) -> tuple[list[Row], list[Mark]]:
+    batches = [int(batch) for batch in options.batches.split(",")]
+    pair = Pair(shape, kind, batches, options)
+    bandwidth = options.bandwidth or read_bandwidth(pair.speculator.device)
+    floor = (pair.target_bytes + STEPS * pair.draft_bytes) / bandwidth
+    rows: list[Row] = [
+        {"shape": shape, "head": kind, "start_s": pair.start_seconds, "floor_ms": floor * 1e3,
+         "plain_floor_ms": pair.target_bytes / bandwidth * 1e3, "bandwidth_TBps": bandwidth / 1e12}
+    ]  # fmt: skip
+    marks: list[Mark] = []
+    for batch in batches:
+        for accept_length in (1.0, 2.5):
+            times = measure(pair, batch, accept_length, options)
+            more = [_row(shape, kind, batch, accept_length, *each, floor) for each in times.items()]
+            rows += more
+            marks += _marks(shape, kind, batch, accept_length, times, floor)
+    return rows, marks
+
+
+def measure(pair: Pair, batch: int, accept_length: float, options: argparse.Namespace) -> dict[str, Timing]:
+    """Seconds per round of every variant; each has requests of its own."""
+    names = options.variants.split(",") if accept_length == 1.0 else ["full"]
+    sides = {}
+    for name in names:
+        make = partial(pair.run, batch, VARIANTS[name], accept_length)
+        sides[name] = make
+    sides["plain"] = partial(pair.run, batch, "full", accept_length, 0)
+    # All requests of all sides would not fit side by side: a side's are made anew for its turns.
+    found: dict[str, list[Timing]] = {name: [] for name in sides}
+    for _ in range(options.turns):
+        for name, make in sides.items():
+            step = make()
+            found[name].append(alternate({name: step}, rounds=options.rounds, repeat=5)[name])
+            step.close()  # type: ignore[attr-defined]
+    return {
+        name: sorted(turns, key=lambda timing: timing.median)[len(turns) // 2]
+        for name, turns in found.items()
+    }
+
+
+def _median(timing: Timing) -> float:
+    return timing.median
+
+
+def _row(
+    shape: str, kind: str, batch: int, accept_length: float, name: str, timing: Timing, floor: float
+) -> Row:
+    tokens = 1.0 if name == "plain" else accept_length
+    return {
+        "shape": shape, "head": kind, "requests": batch, "graphs": name, "synthetic_accept_length": tokens,
+        "round_ms": timing.median * 1e3, "low_ms": timing.low * 1e3, "high_ms": timing.high * 1e3,
+        "token_ms": timing.median * 1e3 / tokens, "over_floor": timing.median / floor if name != "plain" else None,
+    }  # fmt: skip
+
+
+def _marks(
+    shape: str, kind: str, batch: int, accept_length: float, times: dict[str, Timing], floor: float
+) -> list[Mark]:
+    marks = []
+    if shape == "8b" and kind == "eagle1" and batch == 1 and accept_length == 1.0:
+        over = times["full"].median / floor
+        marks.append(Mark("8b round of 3 steps, EAGLE-1 head, 1 request, times the floor", over, ROUND_LIMIT))
+    gain = EXTEND_GAIN.get(batch)
+    if shape == "1b" and gain is not None and "extend eager" in times:
+        name = f"1b {kind}, {batch} requests: round with a graph of draft-extend / with an eager one"
+        marks.append(Mark(name, times["full"].median / times["extend eager"].median, 1 / (1 + gain)))
+    return marks
+
+
+_COLUMNS = ("shape", "head", "requests", "graphs", "synthetic_accept_length", "round_ms", "low_ms", "high_ms",
+            "token_ms", "over_floor")  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    options = _options(given)
+    rows: list[Row] = []
+    marks: list[Mark] = []
+    command = " ".join(["python -m benchmarks.bench_eagle", *without_out(given)])
+    for shape in filter(None, options.shapes.split(",")):
+        for kind in options.heads.split(","):
+            more, met = bench(shape, kind, options)
+            rows, marks = rows + more, marks + met
+            write(options.out, command, rows, marks)
+            torch._dynamo.reset()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    if not options.no_pair:
+        rows += bench_pair(options)
+        write(options.out, command, rows, marks)
+    print(table([row for row in rows if "graphs" in row], _COLUMNS))
+    return 0
+
+
+def _options(given: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", default="1b,8b", help="of " + ", ".join(SHAPES))
+    parser.add_argument("--heads", default="eagle1,eagle3")
+    parser.add_argument("--batches", default="1,4,16,32")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of a turn, 5 rounds each")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--bandwidth", type=float, help="bytes per second, None = measured")
+    parser.add_argument("--compiler", default="inductor")
+    parser.add_argument("--no-specialize", action="store_true", help="no code of their own for 1 and 4 rows")
+    parser.add_argument("--no-pair", action="store_true", help="leave out the trained pair")
+    parser.add_argument("--out", type=Path, default=RESULTS / "bench_eagle.json")
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,97 @@
+"""The repository's trained pair: a byte-level model and its heads, with acceptance as it is found."""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import piecewise_graph as pg
+from benchmarks.train_model import BYTE_OFFSET, read_corpus, split_corpus
+from piecewise_graph.eagle import DraftShape, Speculator, load_draft
+
+MODELS = Path(__file__).parent / "models"
+HEADS = {"eagle1": "byte-llama-eagle1", "eagle3": "byte-llama-eagle3"}
+SHAPES = [DraftShape(0), DraftShape(3), DraftShape(5), DraftShape(5, 4, 16)]
+PROMPT, NEW = 256, 128
+Row = dict[str, Any]
+
+
+def heldout_prompts(count: int) -> list[list[int]]:
+    """Beginnings of source files that neither model has seen."""
+    _, heldout = split_corpus(read_corpus(Path(sysconfig.get_paths()["stdlib"])))
+    long = [data for _, data in heldout if len(data) > PROMPT + NEW]
+    return [[byte + BYTE_OFFSET for byte in data[:PROMPT]] for data in (long * count)[:count]]
+
+
+@torch.no_grad()
+def bench_pair(options: argparse.Namespace) -> list[Row]:
+    """ms per token and acceptance of every shape, head and batch size; greedy, the sides taking turns."""
+    from transformers import AutoModelForCausalLM
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    pg.register_attention()
+    rows = []
+    for kind, folder in HEADS.items():
+        target: Any = AutoModelForCausalLM.from_pretrained(
+            MODELS / "byte-llama", attn_implementation="piecewise", dtype=dtype
+        )
+        target = target.to(device).eval()
+        draft = load_draft(MODELS / folder, target)
+        batches = [int(batch) for batch in options.batches.split(",")]
+        compiled = {"compiler": options.compiler}
+        speculator = Speculator(
+            target, draft, shapes=SHAPES, max_requests=max(batches), max_seq_len=PROMPT + NEW,
+            batch_sizes=batches, options=compiled, draft_options=compiled,
+        )  # fmt: skip
+        for batch in batches:
+            rows += _rows(speculator, kind, heldout_prompts(batch), options.turns)
+    return rows
+
+
+def _rows(speculator: Speculator, kind: str, prompts: Sequence[list[int]], turns: int) -> list[Row]:
+    asked: list[Any] = [*SHAPES, "auto"]
+    seconds: dict[str, list[float]] = {str(shape): [] for shape in asked}
+    found: dict[str, Any] = {}
+    for turn in range(turns + 1):  # the first one captures
+        for shape in asked:
+            taken, statistics = _decode_seconds(speculator, prompts, shape)
+            found[str(shape)] = statistics
+            if turn:
+                seconds[str(shape)].append(taken)
+    plain = sorted(seconds[str(SHAPES[0])])[turns // 2]
+    return [
+        {
+            "pair": kind, "requests": len(prompts), "shape": str(shape),
+            "token_ms": (median := sorted(seconds[str(shape)])[turns // 2]) * 1e3,
+            "speed_up": plain / median,
+            **found[str(shape)].to_dict(),
+        }
+        for shape in asked
+    ]  # fmt: skip
+
+
+def _decode_seconds(speculator: Speculator, prompts: Sequence[list[int]], shape: Any) -> tuple[float, Any]:
+    """(seconds per token of a request, prefill left out; statistics)."""
+    from piecewise_graph.eagle import Statistics
+
+    session, requests = speculator.session(prompts, max_new_tokens=NEW, shape=shape)
+    try:
+        session.step()
+        before = sum(len(request.tokens) for request in requests)
+        began = time.perf_counter()
+        while session.unfinished:
+            session.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        taken = time.perf_counter() - began
+    finally:
+        session.close()
+    made = sum(len(request.tokens) for request in requests) - before
+    return taken * len(prompts) / made, Statistics(tuple(request.counts for request in requests))
