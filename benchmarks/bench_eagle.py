@@ -179,7 +179,8 @@ def _row(
     return {
         "shape": shape, "head": kind, "requests": batch, "graphs": name, "synthetic_accept_length": tokens,
         "round_ms": timing.median * 1e3, "low_ms": timing.low * 1e3, "high_ms": timing.high * 1e3,
-        "token_ms": timing.median * 1e3 / tokens, "over_floor": timing.median / floor if name != "plain" else None,
+        "token_ms": timing.median * 1e3 / tokens,
+        "over_floor": timing.median / floor if name != "plain" else None,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m piecewise_graph demo | explain | doctor`."""
+"""The command line: `python -m piecewise_graph demo | explain | generate | doctor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 
 import torch
 
-from piecewise_graph import demo
+from piecewise_graph import demo, facades
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,10 +22,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("explain", "compile and capture a causal LM, print what became of it"),
     ):
         _model_options(commands.add_parser(name, help=text))
+    _generate_options(
+        commands.add_parser("generate", help="speculative decoding with a draft head, beside plain decoding")
+    )
     commands.add_parser("doctor", help="say what this environment can do")
     options = parser.parse_args(argv)
     if options.command == "doctor":
         return doctor()
+    if options.command == "generate":
+        return facades.generate(options)
     return demo.run(demo.DemoOptions.from_namespace(options))
 
 
@@ -40,6 +45,29 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", default=None, help="float32, bfloat16, ... (default: float32 for small models)"
     )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _generate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="directory or hub id of a causal LM, the target")
+    parser.add_argument("--draft", help="directory of an EAGLE head; left out: plain decoding")
+    parser.add_argument("--steps", default="3", help="tokens that a round drafts, or 'auto'")
+    parser.add_argument("--topk", type=int, default=1, help="branches per level; 1 = a chain")
+    parser.add_argument("--num-draft-tokens", type=int, help="rows that the target verifies, root included")
+    parser.add_argument("--prompt", default=demo.PROMPT, help="text to go on with")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--graphs", default="full", choices=("full", "piecewise", "compiled", "eager"))
+    parser.add_argument(
+        "--synthetic-accept-length",
+        type=float,
+        help="decree acceptance, for random weights: the text is void",
+    )
+    parser.add_argument("--compiler", default="inductor", choices=("inductor", "aot_eager", "eager"))
+    parser.add_argument("--dtype", help="float32, bfloat16, ... (default: float32 for small models)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 

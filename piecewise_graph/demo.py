@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 import piecewise_graph as pg
+from piecewise_graph import facades
 
-_PROMPT = "import os\nimport sys\n\n\nclass Parser:\n    def __init__(self, "
+PROMPT = "import os\nimport sys\n\n\nclass Parser:\n    def __init__(self, "
 _SMALL = 100_000_000  # parameters up to which float32 costs nothing and makes agreement exact
 _TIMED_TOKENS = (1, 8, 64, 256)
 
@@ -39,7 +40,7 @@ class DemoOptions:
 
     @classmethod
     def from_namespace(cls, options: argparse.Namespace) -> DemoOptions:
-        values = vars(options) | {"prompt": options.prompt or _PROMPT}
+        values = vars(options) | {"prompt": options.prompt or PROMPT}
         values["model"] = options.model or _default_model()
         return cls(**values)
 
@@ -61,6 +62,9 @@ def run(options: DemoOptions) -> int:
         equal = _complete(model, compiled, tokenizer, prompt, options)
         _print_times(model, compiled, prompt, options)
     print(pg.explain(compiled))
+    facades.speculative_demo(
+        options.model, prompt[0].tolist(), options.new_tokens, options.compiler, options.device
+    )
     return 0 if equal else 1
 
 

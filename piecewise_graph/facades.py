@@ -31,6 +31,22 @@ def register_attention(name: str = "piecewise", implementation: str = "auto") ->
     transformers.register(name, implementation)
 
 
+def generate(options: Any) -> int:
+    """See eagle/command.py; `options` are the command line's."""
+    from piecewise_graph.eagle import command
+
+    return command.run(options)
+
+
+def speculative_demo(
+    path: str, prompt: Sequence[int], max_new_tokens: int, compiler: str, device: str
+) -> None:
+    """See eagle/command.py."""
+    from piecewise_graph.eagle import command
+
+    command.demo(path, prompt, max_new_tokens, compiler, device)
+
+
 def bind_copy(destinations: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool] | None:
     """See custom_ops/copies.py; None on a CPU, and without Triton."""
     if not all(tensor.is_cuda for tensor in destinations):

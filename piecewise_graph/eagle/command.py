@@ -1,0 +1,197 @@
+"""`python -m piecewise_graph generate`: a target and a draft on the command line, beside plain decoding."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import piecewise_graph as pg
+
+from .shapes import DraftShape, Sampling
+from .speculator import AUTO, Speculator
+from .statistics import Statistics
+
+_SMALL = 100_000_000  # parameters up to which float32 costs nothing and makes agreement exact
+_PLAIN = DraftShape(0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation of one request.
+
+    Attributes:
+        seconds: per token after the first, of a run in which nothing is captured any more.
+    """
+
+    tokens: list[int]
+    seconds: float
+    statistics: Statistics
+
+
+def run(options: argparse.Namespace) -> int:
+    """Generate with and without the draft, print the text, the times and the acceptance; 0 when all is well.
+
+    Greedy text must be the same with and without a draft; in float32 a difference ends with status 1.
+    """
+    tokenizer, target = _load(options)
+    prompt = tokenizer(options.prompt, add_special_tokens=False).input_ids
+    shape = _shape(options)
+    speculator = _speculator(options, target, [shape] if shape != AUTO else _shapes(options), len(prompt))
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    asked: dict[str, Any] = {"plain decoding": _PLAIN, str(shape): shape}
+    runs = {
+        name: measure(
+            speculator, prompt, each, sampling, options.max_new_tokens,
+            options.synthetic_accept_length if each != _PLAIN else None,
+        )
+        for name, each in asked.items()
+    }  # fmt: skip
+    print(tokenizer.decode([*prompt, *runs[str(shape)].tokens], skip_special_tokens=True))
+    print("-" * 72)
+    print(speed_table(runs))
+    print(runs[str(shape)].statistics)
+    if shape == AUTO:
+        print(*speculator.planner.latest.values(), sep="\n")
+    different = runs["plain decoding"].tokens != runs[str(shape)].tokens
+    if sampling.greedy and different and options.synthetic_accept_length is None:
+        print(
+            "greedy text differs from plain decoding" + " (rounding can do that in 16 bits)" * _rounds(target)
+        )
+        return 0 if _rounds(target) else 1
+    return 0
+
+
+def measure(
+    speculator: Speculator,
+    prompt: Sequence[int],
+    shape: DraftShape | str,
+    sampling: Sampling,
+    max_new_tokens: int,
+    synthetic: float | None = None,
+) -> Run:
+    """Generate twice, the first time to compile and capture, and time the second after its first token."""
+    asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "shape": shape}
+    asked["synthetic"] = synthetic
+    speculator.generate([prompt], **asked)
+    session, (request,) = speculator.session([prompt], **asked)
+    try:
+        session.step()
+        _wait(speculator.device)
+        made, began = len(request.tokens), time.perf_counter()
+        while session.unfinished:
+            session.step()
+        _wait(speculator.device)
+        seconds = time.perf_counter() - began
+    finally:
+        session.close()
+    each = seconds / max(len(request.tokens) - made, 1)
+    return Run(request.tokens, each, Statistics((request.counts,), session.decreed))
+
+
+def speed_table(runs: dict[str, Run]) -> str:
+    """A line per run, against the first of them."""
+    first = next(iter(runs.values()))
+    lines = [f"{'':44s} {'ms/token':>9s} {'speed-up':>9s} {'accepted':>9s}  by position"]
+    for name, each in runs.items():
+        rates = " ".join(f"{rate:.2f}" for rate in each.statistics.acceptance_rates)
+        lines.append(
+            f"{name:44s} {each.seconds * 1e3:9.3f} {first.seconds / each.seconds:8.2f}x "
+            f"{each.statistics.mean_acceptance_length:9.2f}  {rates}"
+        )
+    return "\n".join(lines)
+
+
+def demo(path: str, prompt: Sequence[int], max_new_tokens: int, compiler: str, device: str) -> None:
+    """The repository's heads beside plain decoding, where they stand next to the model at `path`."""
+    from transformers import AutoModelForCausalLM
+
+    heads = [
+        folder for folder in sorted(Path(path).parent.glob(f"{Path(path).name}-eagle*")) if folder.is_dir()
+    ]
+    if not heads:
+        return
+    pg.register_attention()
+    compiled = {"compiler": compiler}
+    runs: dict[str, Run] = {}
+    for folder in heads:
+        target: Any = AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation="piecewise", dtype=torch.float32
+        )
+        target = target.to(device).eval()
+        draft = _draft(folder, target)
+        shapes = [_PLAIN, DraftShape(3), DraftShape(5, 4, 16)]
+        speculator = Speculator(
+            target, draft, shapes=shapes, max_requests=1, max_seq_len=len(prompt) + max_new_tokens,
+            options=compiled, draft_options=compiled, graphs={"prefill": "compiled"},
+        )  # fmt: skip
+        for shape in shapes:
+            name = "plain decoding" if shape == _PLAIN else f"{folder.name}, {shape}"
+            if name not in runs:
+                runs[name] = measure(speculator, prompt, shape, Sampling(), max_new_tokens)
+    print("speculative decoding, one request; accepted: tokens per round, the bonus included")
+    print(speed_table(runs))
+    plain = runs["plain decoding"].tokens
+    same = sum(each.tokens == plain for each in runs.values())
+    print(f"{same} of {len(runs)} give the tokens of plain decoding")
+
+
+def _load(options: argparse.Namespace) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    pg.register_attention()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    dtype = getattr(torch, options.dtype) if options.dtype else "auto"
+    target: Any = AutoModelForCausalLM.from_pretrained(
+        options.model, attn_implementation="piecewise", dtype=dtype
+    )
+    if not options.dtype and sum(p.numel() for p in target.parameters()) <= _SMALL:
+        target = target.float()
+    return tokenizer, target.to(options.device).eval()
+
+
+def _draft(path: Any, target: Any) -> Any:
+    from .checkpoints import load_draft
+
+    return load_draft(path, target)
+
+
+def _speculator(options: argparse.Namespace, target: Any, shapes: list[Any], prompt: int) -> Speculator:
+    compiled = {"compiler": options.compiler}
+    return Speculator(
+        target,
+        _draft(options.draft, target) if options.draft else None,
+        shapes=[*shapes, _PLAIN],
+        max_requests=1,
+        max_seq_len=prompt + options.max_new_tokens,
+        graphs=options.graphs,
+        options=compiled,
+        draft_options=compiled,
+    )
+
+
+def _shape(options: argparse.Namespace) -> DraftShape | str:
+    if not options.draft:
+        return _PLAIN
+    if options.steps == AUTO:
+        return AUTO
+    return DraftShape(int(options.steps), options.topk, options.num_draft_tokens)
+
+
+def _shapes(options: argparse.Namespace) -> list[DraftShape]:
+    """What the planner may choose from."""
+    return [DraftShape(steps) for steps in (1, 2, 3, 4, 5)] + [DraftShape(3, 2), DraftShape(5, 4, 16)]
+
+
+def _rounds(target: Any) -> bool:
+    return next(target.parameters()).dtype != torch.float32
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
