@@ -31,7 +31,7 @@ class ChainAttention:
         self.text: tuple[Tensor, Tensor] | None = None  # keys and values, [sequences, heads, rows, dim]
         self.own: list[tuple[Tensor, Tensor]] = []  # of one row per chain, [sequences, heads, chains, dim]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: None) -> Tensor:
         group = q.shape[1] // k.shape[1]
         q, k, v = (x.unflatten(0, (self.sequences, -1)).transpose(1, 2) for x in (q, k, v))
         k, v = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
