@@ -100,6 +100,7 @@ class Family:
     def reset(self) -> None:
         """Forget captures and seals, so that the next calls capture again."""
         self.drop_graphs()
+        self.pool.drop_graphs()  # those of phases around this model, too (eagle/runner.py)
         self.sealed = False
 
 

@@ -199,6 +199,11 @@ class GraphPool:
         assert self._memory is not None
         return self._memory.id
 
+    def drop_graphs(self) -> None:
+        """Have everybody who captured here let go of their graphs; the memory stays."""
+        for owner in list(self._owners):
+            owner.drop_graphs()
+
     def release(self) -> None:
         """Drop every graph captured in this pool and give its memory back.
 
@@ -211,8 +216,7 @@ class GraphPool:
         with self.lock:
             if self._in_use:
                 raise GraphPoolError.busy()
-            for owner in list(self._owners):
-                owner.drop_graphs()
+            self.drop_graphs()
             had_memory, self._memory = self._memory, None
             self._stream = self._default = self._events = self._device = self._sentinel = None
             if had_memory is not None:

@@ -24,6 +24,8 @@ NAMES = {
     "failed_captures": "buckets whose capture failed; pg.explain says why",
     "captures": "graphs captured (segments x buckets; on a CPU their stand-ins)",
     "replays": "forwards served by a tape",
+    "phase_captures": "phases of a speculative round captured as one graph (eagle)",
+    "phase_replays": "phases served by such a graph",
     "full_replays": "replays of a full graph, splitting ops included",
     "not_full": "forwards that asked for a full graph and ran otherwise; per reason as 'not_full:REASON'",
     "unpadded_segments": "segments that a replay ran uncaptured at the exact token count",

@@ -128,7 +128,7 @@ def demo(path: str, prompt: Sequence[int], max_new_tokens: int, compiler: str, d
         shapes = [_PLAIN, DraftShape(3), DraftShape(5, 4, 16)]
         speculator = Speculator(
             target, draft, shapes=shapes, max_requests=1, max_seq_len=len(prompt) + max_new_tokens,
-            options=compiled, draft_options=compiled, graphs={"prefill": "compiled"},
+            options=compiled, draft_options=compiled,
         )  # fmt: skip
         for shape in shapes:
             name = "plain decoding" if shape == _PLAIN else f"{folder.name}, {shape}"

@@ -27,7 +27,7 @@ class Forward:
         module: reads its batch from the forward context, where it attends to anything.
         token_dim: argument -> dimension that counts rows.
         sizes: row counts that may be captured.
-        options: of pg.compile; of `specialize` the sizes that are among these.
+        options: of pg.compile, `pool` among them; of `specialize` the sizes that are among these.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Forward:
         self._compiled = pg.compile(
             module, token_dim=self._token_dim, **{**options, **chosen, "specialize": exact}
         )
+        self._pool: pg.GraphPool = options["pool"]
         self._frozen: Any = None
         self._captured: set[int] = set()
 
@@ -75,10 +76,16 @@ class Forward:
             context=lambda _: {"attention": batch},
             progress=False,
         )
+        self._pool.join(inputs[next(iter(inputs))].device, self)
         self._captured.add(rows)
         if self._frozen is None:
             with pg.forward_context(attention=batch):
                 self._frozen = pg.freeze(self._compiled, **inputs)
+
+    def drop_graphs(self) -> None:
+        """Called by the pool: the next piecewise calls capture again."""
+        self._captured.clear()
+        self._frozen = None
 
     def _rows(self, inputs: Mapping[str, Tensor]) -> int:
         name, dim = next(iter(self._token_dim.items()))

@@ -125,6 +125,7 @@ class Prefill:
         slots = self._longs([request.slot for request in requests])
         columns: dict[str, list[Any]] = {
             "seq_lens": [request.length for request in requests],
+            "root": [request.tokens[-1] if request.tokens else 0 for request in requests],
             "temperature": [request.sampling.temperature for request in requests],
             "top_k": [request.sampling.top_k for request in requests],
             "top_p": [request.sampling.top_p for request in requests],

@@ -31,6 +31,8 @@ class ReadyRound:
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
         """What each request accepted, the bonus last. Waits for verify, and not for what follows it."""
+        if not all(runner.is_ready for runner in self.runners):
+            self.prepare()
         self._fill([request.slot for request in requests])
         self._table.flush()
         draft, verify, *rest = self.runners
@@ -45,6 +47,12 @@ class ReadyRound:
             self._arrived.synchronize()
         rows = self._result[: len(requests)].tolist()
         return [row[: row[-1]] for row in rows]
+
+    def prepare(self) -> None:
+        """Compile and capture every phase, over padding alone: nobody's tokens change."""
+        self._fill([])
+        for runner in self.runners:
+            runner.prepare(self.round.buffers.result.device)
 
     def seconds(self) -> dict[str, float]:
         """Median time of every phase, over padding alone: nobody's tokens change."""

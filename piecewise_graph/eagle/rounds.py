@@ -130,9 +130,9 @@ class Workshop:
             bodies["extend"] = phases.extend
         ways = dict(key.graphs)
         runners = [PhaseRunner(name, body, ways[name], self.pool) for name, body in bodies.items()]
-        for runner in runners:
-            runner.prepare(self.sizes.device)
-        return ReadyRound(made, runners, self.table)
+        ready = ReadyRound(made, runners, self.table)
+        ready.prepare()
+        return ready
 
 
 def _sizes(model: Any, target: TargetModel, draft: Any, max_seq_len: int) -> Sizes:

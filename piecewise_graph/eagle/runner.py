@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 import piecewise_graph as pg
+from piecewise_graph.telemetry import counters
 
 from .forward import FULL
 
@@ -28,6 +29,11 @@ class PhaseRunner:
         self._body, self._pool = body, pool
         self._replay: Callable[[], None] | None = None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether its graph is there, if it is to have one."""
+        return self.way != FULL or self._replay is not None
+
     def prepare(self, device: torch.device) -> None:
         """Compile, warm up, and capture where the phase is a full graph.
 
@@ -40,6 +46,7 @@ class PhaseRunner:
         with self._pool.session():
             self._body(self.way)
             self._replay, _ = self._pool.capture(self._run, ())
+        counters.add("phase_captures")
 
     def __call__(self) -> None:
         with torch.profiler.record_function(self.name):
@@ -48,9 +55,10 @@ class PhaseRunner:
                 return
             with self._pool.using():
                 self._pool.run_off_default_stream([self._replay])
+            counters.add("phase_replays")
 
     def drop_graphs(self) -> None:
-        """Called by the pool when it is released: from here on the phase runs without a graph."""
+        """Called by the pool: the phase has to be prepared again."""
         self._replay = None
 
     def _run(self) -> list[torch.Tensor]:

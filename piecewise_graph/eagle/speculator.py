@@ -11,7 +11,7 @@ import torch
 from piecewise_graph.custom_ops.attention.transformers import is_ours
 
 from .errors import SpeculatorError
-from .forward import FULL, PIECEWISE, WAYS
+from .forward import COMPILED, FULL, PIECEWISE, WAYS
 from .phases import GREEDY
 from .planner import Planner
 from .prefill import Prefill
@@ -41,7 +41,8 @@ class Speculator:
         batch_sizes: requests that a round is made for, smaller batches are padded; None = powers of 2.
         graphs: how phases run, "full" (the phase is one graph), "piecewise" (its forwards are tapes),
             "compiled" (no graphs) or "eager"; one for all, or a dict of the phases "draft", "verify",
-            "extend" and of "prefill", which can be all but "full".
+            "extend" and of "prefill", which can be all but "full": batches differ. Prefill is "piecewise" by
+            default, on a CPU "compiled": capturing its sizes takes longer than most prompts there.
         prefill_rows: tokens that one prefill batch holds at most.
         options, draft_options: of pg.compile for the target and for the draft's parts, such as
             `merge_linears=True` or `specialize=[4]`.
@@ -70,7 +71,7 @@ class Speculator:
         draft_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.shapes = tuple(dict.fromkeys(map(as_shape, shapes)))
-        self.graphs = ways(graphs)
+        self.graphs = ways(graphs, PIECEWISE if model.device.type == "cuda" else COMPILED)
         self.batch_sizes = _batch_sizes(batch_sizes, max_requests)
         self.max_requests, self.max_seq_len = max_requests, max_seq_len
         self.planner = Planner(self.shapes)
@@ -190,10 +191,11 @@ class Speculator:
             for each in self.shapes if isinstance(chosen, Planner) else (chosen,):
                 Synthetic.of(synthetic, each.steps) if each.steps else None
         self._prepare_prefill()
+        chosen_ways = self.graphs if graphs is None else ways(graphs, self.graphs["prefill"])
         session = Session(
             self._workshop, self._prefill, requests, shape=chosen, room=self._room,
-            batch_sizes=self.batch_sizes, graphs=_phases(self.graphs if graphs is None else ways(graphs)),
-            synthetic=synthetic, context=self._running,
+            batch_sizes=self.batch_sizes, graphs=_phases(chosen_ways), synthetic=synthetic,
+            context=self._running,
         )  # fmt: skip
         return session, requests
 
@@ -226,13 +228,13 @@ class Speculator:
                 torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
 
-def ways(graphs: str | Mapping[str, str]) -> dict[str, str]:
-    """How each phase runs, from one way for all or some of them by name."""
+def ways(graphs: str | Mapping[str, str], prefill: str) -> dict[str, str]:
+    """How each phase runs, from one way for all, or from some of them by name; prefill's own default."""
     names = (*PHASES, "prefill")
     if isinstance(graphs, str):
-        given = dict.fromkeys(PHASES, graphs) | {"prefill": PIECEWISE if graphs == FULL else graphs}
+        given = dict.fromkeys(PHASES, graphs) | {"prefill": prefill if graphs == FULL else graphs}
     else:
-        given = dict.fromkeys(PHASES, FULL) | {"prefill": PIECEWISE} | dict(graphs)
+        given = dict.fromkeys(PHASES, FULL) | {"prefill": prefill} | dict(graphs)
     for phase, way in given.items():
         if phase not in names or way not in WAYS or (phase == "prefill" and way == FULL):
             raise SpeculatorError.bad_graphs(phase, way, names, WAYS)

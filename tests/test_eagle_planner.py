@@ -1,0 +1,144 @@
+"""The planner: what it chooses from times and acceptance, and what that costs on a draft that is no good."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from piecewise_graph.eagle import DraftShape
+from piecewise_graph.eagle.planner import PROBE_EVERY, Planner
+
+PLAIN = DraftShape(0)
+CHAINS = [PLAIN, *map(DraftShape, range(1, 6))]
+TREE = DraftShape(5, 4, 16)
+SECONDS = {"draft": 0.3e-3, "verify": 4.0e-3, "extend": 0.4e-3}  # per draft forward, of the others per round
+
+
+def phases(shape: DraftShape, scale: float = 1.0) -> Mapping[str, float]:
+    """A target that reads its weights once whatever it verifies, and a head of a tenth."""
+    verify = SECONDS["verify"] * (1 + 0.01 * shape.nodes)
+    if not shape.steps:
+        return {"draft": 0.0, "verify": verify * scale}
+    draft = SECONDS["draft"] * shape.steps
+    return {"draft": draft * scale, "verify": verify * scale, "extend": SECONDS["extend"] * scale}
+
+
+def planner_for(shapes: Sequence[DraftShape], size: int = 1) -> Planner:
+    planner = Planner(shapes)
+    planner.measure(size, {shape: phases(shape) for shape in shapes})
+    return planner
+
+
+def accepted(generator: random.Random, shape: DraftShape, rate: float) -> int:
+    """Tokens of a round in which each depth is accepted with `rate`, if the one above it is."""
+    length = 1
+    while length <= shape.steps and generator.random() < rate:
+        length += 1
+    return length
+
+
+def simulate(planner: Planner, rate: float, tokens: int, requests: int = 1) -> tuple[float, list[DraftShape]]:
+    """(seconds for so many tokens of each request, shapes that ran)."""
+    generator = random.Random(0)
+    spent, made, ran = 0.0, 0.0, []
+    while made < tokens:
+        shape = planner.choose(1).shape
+        lengths = [accepted(generator, shape, rate) for _ in range(requests)]
+        planner.observe(shape, lengths)
+        ran.append(shape)
+        spent += sum(phases(shape).values())
+        made += sum(lengths) / requests
+    return spent, ran
+
+
+def tokens_per_second(shape: DraftShape, rate: float) -> float:
+    return sum(rate**depth for depth in range(shape.steps + 1)) / sum(phases(shape).values())
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
+def test_finds_the_best_length_of_a_chain(rate: float) -> None:
+    planner = planner_for(CHAINS)
+    spent, ran = simulate(planner, rate, tokens=3000)
+    best = max(CHAINS, key=lambda shape: tokens_per_second(shape, rate))
+    assert 3000 / spent >= 0.96 * tokens_per_second(best, rate)
+    late = ran[len(ran) // 2 :]
+    good = [shape for shape in late if tokens_per_second(shape, rate) >= 0.95 * tokens_per_second(best, rate)]
+    assert len(good) >= 0.95 * len(late)
+
+
+@pytest.mark.parametrize("shapes", [[PLAIN, DraftShape(3)], CHAINS, [PLAIN, DraftShape(3), TREE]])
+def test_draft_that_is_always_wrong_costs_less_than_two_percent(shapes: Sequence[DraftShape]) -> None:
+    """What counts are also the rounds in which it finds out: over 2000 tokens, from no knowledge."""
+    tokens = 2000
+    spent, _ = simulate(planner_for(shapes), 0.0, tokens)
+    plain = tokens * sum(phases(PLAIN).values())
+    assert spent <= 1.02 * plain
+
+
+def test_draft_that_becomes_good_is_found_by_probing() -> None:
+    planner = planner_for([PLAIN, DraftShape(3)])
+    simulate(planner, 0.0, tokens=1000)
+    assert planner.choose(1).shape == PLAIN
+    _, ran = simulate(planner, 0.95, tokens=8000)
+    assert ran.count(DraftShape(3)) > len(ran) / 2
+
+
+def test_every_shape_runs_now_and_then() -> None:
+    planner = planner_for(CHAINS)
+    _, ran = simulate(planner, 0.0, tokens=PROBE_EVERY * (len(CHAINS) + 1))
+    assert set(ran) == set(CHAINS)
+
+
+def test_tree_that_has_not_run_is_taken_to_be_better_than_the_chain_and_tried() -> None:
+    planner = planner_for([DraftShape(5), TREE])
+    for _ in range(20):
+        planner.observe(DraftShape(5), [accepted(random.Random(1), DraftShape(5), 0.5)])
+    tokens = {each.shape: each.tokens for each in planner.choose(1).estimates}
+    assert tokens[TREE] > tokens[DraftShape(5)]
+
+
+def test_each_batch_size_has_its_own_times_and_shares_what_is_accepted() -> None:
+    planner = Planner([PLAIN, DraftShape(3)])
+    planner.measure(1, {shape: phases(shape) for shape in planner.shapes})
+    dear = phases(DraftShape(3), scale=10.0)  # a large batch that is bound by compute
+    planner.measure(32, {PLAIN: phases(PLAIN), DraftShape(3): dear})
+    simulate(planner, 0.8, tokens=400)
+    assert planner.choose(1).shape == DraftShape(3)
+    assert planner.choose(32).shape == PLAIN
+    assert not planner.knows(4)
+
+
+def test_choice_prints_the_numbers_behind_it() -> None:
+    planner = planner_for([PLAIN, DraftShape(3)])
+    choice = planner.choose(1)
+    best = choice.estimates[0]
+    assert best.rate == max(each.rate for each in choice.estimates)
+    assert best.rate == pytest.approx(best.tokens / sum(best.seconds.values()))
+    text = str(choice)
+    for word in ("plain decoding", "a chain of 3", "tokens/s", "draft 0.900, verify 4.160, extend 0.400"):
+        assert word in text
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6), st.integers(1, 8), st.integers(0, 99))
+def test_expectation_follows_what_was_observed(rates: list[float], requests: int, seed: int) -> None:
+    """After many rounds of one shape its expected tokens are the observed mean, whatever survives."""
+    shape, generator = DraftShape(len(rates)), random.Random(seed)
+    planner = planner_for([shape, PLAIN])
+    lengths: list[int] = []
+    for _ in range(600):
+        found = []
+        for _ in range(requests):
+            length = 1
+            while length <= shape.steps and generator.random() < rates[length - 1]:
+                length += 1
+            found.append(length)
+        planner.observe(shape, found)
+        lengths += found
+    estimate = next(each for each in planner.choose(1).estimates if each.shape == shape)
+    recent = lengths[-128 * requests :]
+    assert estimate.tokens == pytest.approx(sum(recent) / len(recent), abs=0.6)

@@ -1,0 +1,166 @@
+"""Sessions, catching up, resets and the command line of the speculative loop, with the repository's pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import piecewise_graph as pg
+from piecewise_graph.cli import main
+from piecewise_graph.eagle import DraftShape, Speculator, load_draft
+from piecewise_graph.eagle.planner import PROBE_EVERY
+
+MODELS = Path(__file__).resolve().parents[1] / "benchmarks" / "models"
+TARGET, HEAD = str(MODELS / "byte-llama"), str(MODELS / "byte-llama-eagle1")
+CHAIN, TREE, PLAIN = DraftShape(3), DraftShape(3, 2, 6), DraftShape(0)
+TEXTS = ("import os\nimport sys\n", "def main():\n    return ", "class Parser:\n    def __init__(self")
+EAGER = {"options": {"compiler": "eager"}, "draft_options": {"compiler": "eager"}}
+
+
+def prompts(count: int = 3) -> list[list[int]]:
+    return [[byte + 3 for byte in text.encode()] for text in (TEXTS * count)[:count]]
+
+
+@pytest.fixture(scope="module")
+def speculator() -> Speculator:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pg.register_attention()
+    target: Any = AutoModelForCausalLM.from_pretrained(
+        TARGET, attn_implementation="piecewise", dtype=torch.float32
+    )
+    target = target.to(device).eval()
+    return Speculator(
+        target, load_draft(HEAD, target), shapes=[CHAIN, TREE, PLAIN], max_requests=4, max_seq_len=256,
+        **EAGER,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def stepped(speculator: Speculator) -> Iterator[Any]:
+    """Opens sessions and closes what a failed test leaves open."""
+    opened = []
+
+    def open_session(**asked: Any) -> Any:
+        session, requests = speculator.session(prompts(), **asked)
+        opened.append(session)
+        return session, requests
+
+    yield open_session
+    for session in opened:
+        session.close()
+
+
+def test_trained_head_is_accepted_and_a_tree_accepts_no_less(speculator: Speculator) -> None:
+    tokens, chain = speculator.generate(prompts(), max_new_tokens=40, shape=CHAIN, return_stats=True)
+    same, tree = speculator.generate(prompts(), max_new_tokens=40, shape=TREE, return_stats=True)
+    assert tokens == same == speculator.generate(prompts(), max_new_tokens=40, shape=PLAIN)
+    assert chain.mean_acceptance_length > 2
+    assert tree.mean_acceptance_length >= chain.mean_acceptance_length
+
+
+@pytest.mark.parametrize("plain_rounds", [1, 70])
+def test_draft_catches_up_with_rounds_that_ran_without_it(
+    speculator: Speculator, stepped: Any, plain_rounds: int
+) -> None:
+    """The logits that the next draft begins with are those of a draft that was there all the time."""
+    session, requests = stepped(max_new_tokens=120, shape=PLAIN)
+    for _ in range(plain_rounds):
+        session.step()
+    with torch.no_grad():
+        speculator._prefill.catch_up(requests)
+    slots = [request.slot for request in requests]
+    found = speculator._workshop.state.logits[slots].clone()
+    longer = [[*r.prompt, *r.tokens[:-1]] for r in requests]
+    session.close()
+    fresh, again = speculator.session(longer, max_new_tokens=1)
+    fresh.step()  # prefill is all there is to do
+    expected = speculator._workshop.state.logits[[request.slot for request in again]]
+    if plain_rounds <= 64:
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    else:  # the oldest tokens are lost to the draft: still a draft, but another one
+        assert found.isfinite().all()
+
+
+def test_planner_gives_the_tokens_of_plain_decoding(speculator: Speculator) -> None:
+    asked = {"max_new_tokens": PROBE_EVERY, "return_stats": True}
+    plain, _ = speculator.generate(prompts(1), shape=PLAIN, **asked)
+    tokens, statistics = speculator.generate(prompts(1), shape="auto", **asked)
+    assert tokens == plain
+    assert statistics.total.num_tokens >= PROBE_EVERY - 1
+    assert set(speculator.planner.latest) <= set(speculator.batch_sizes)
+
+
+def test_sessions_step_by_step_and_give_everything_back(speculator: Speculator, stepped: Any) -> None:
+    expected = speculator.generate(prompts(), max_new_tokens=20)
+    table = speculator._workshop.table
+    free = table.free_pages
+    session, requests = stepped(max_new_tokens=20)
+    assert session.unfinished == len(TEXTS)
+    while session.unfinished:
+        before = [len(request.tokens) for request in requests]
+        session.step()
+        assert all(len(r.tokens) > n or r.finished for r, n in zip(requests, before, strict=True))
+    assert [request.tokens for request in requests] == expected
+    half, _ = stepped(max_new_tokens=20)
+    half.step()
+    half.close()
+    assert table.free_pages == free
+    assert table.open_slots == ()
+
+
+def test_rewound_session_repeats_itself(stepped: Any) -> None:
+    session, requests = stepped(max_new_tokens=100)
+    session.step()
+    session.rewind()
+    taken = []
+    for _ in range(2):
+        for _ in range(3):
+            session.step()
+        taken.append([list(request.tokens) for request in requests])
+        session.rewind()
+    assert taken[0] == taken[1]
+
+
+def test_graphs_are_captured_once_and_again_after_a_reset(speculator: Speculator) -> None:
+    def generate() -> Any:
+        return speculator.generate(prompts(), max_new_tokens=12, shape=CHAIN)
+
+    expected = generate()
+    rounds = 4
+    with pg.counters.expect(phase_captures=0, captures=0):
+        assert generate() == expected
+    pg.reset()
+    with pg.counters.expect(phase_captures=3):
+        assert generate() == expected
+    with pg.counters.expect(phase_captures=0):
+        before = pg.counters.snapshot()["phase_replays"]
+        assert generate() == expected
+        assert (pg.counters.snapshot()["phase_replays"] - before) % 3 == 0
+        assert pg.counters.snapshot()["phase_replays"] - before >= rounds
+
+
+def test_generate_command_prints_text_times_and_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "--model", TARGET, "--draft", HEAD, "--steps", "2", "--max-new-tokens", "16"]
+    assert main([*asked, "--compiler", "eager", "--prompt", TEXTS[0]]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(TEXTS[0])
+    for word in (
+        "plain decoding",
+        "a chain of 2",
+        "speed-up",
+        "mean acceptance length:",
+        "acceptance at token 1",
+    ):
+        assert word in printed
+    assert "SYNTHETIC" not in printed
+
+
+def test_generate_command_labels_synthetic_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "--model", TARGET, "--draft", HEAD, "--topk", "2", "--max-new-tokens", "16"]
+    assert main([*asked, "--compiler", "eager", "--synthetic-accept-length", "2", "--graphs", "eager"]) == 0
+    assert "SYNTHETIC acceptance: a mean of 2.00" in capsys.readouterr().out
