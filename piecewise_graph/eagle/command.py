@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     print(speed_table(runs))
     print(runs[str(shape)].statistics)
     if shape == AUTO:
-        print(*speculator.planner.latest.values(), sep="\n")
+        print(speculator.planner)
     different = runs["plain decoding"].tokens != runs[str(shape)].tokens
     if sampling.greedy and different and options.synthetic_accept_length is None:
         print(

@@ -178,6 +178,13 @@ class SpeculatorError(PiecewiseError, ValueError):
         return cls(f"{shape} needs a draft model and there is none.", "pass draft=, or DraftShape(0).")
 
     @classmethod
+    def unlike(cls, what: str, draft: object, target: object) -> SpeculatorError:
+        return cls(
+            f"the draft's {what} is {draft}, the target's {target}.",
+            "load it with load_draft(path, target), which takes both from the target.",
+        )
+
+    @classmethod
     def bad_request(cls, index: int, what: str, remedy: str) -> SpeculatorError:
         return cls(f"request {index} cannot be served: {what}.", remedy)
 

@@ -86,6 +86,9 @@ class Planner:
         self._last_run = dict.fromkeys(self.shapes, 0)
         self._rounds = 0
 
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.latest.values())) or "nothing was chosen yet"
+
     def knows(self, size: int) -> bool:
         """Whether the phases were measured for this batch size."""
         return size in self._seconds

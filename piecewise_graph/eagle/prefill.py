@@ -116,6 +116,8 @@ class Prefill:
 
     def _end(self, slots: Tensor, hidden: Tensor) -> None:
         """Where the next drafts begin."""
+        if not len(slots):  # no prompt ended in this chunk
+            return
         assert self.models.head is not None
         self.state.hidden.index_copy_(0, slots, hidden)
         self.state.logits.index_copy_(0, slots, self.models.head(COMPILED, None, hidden=hidden))

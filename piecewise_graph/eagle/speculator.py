@@ -255,6 +255,12 @@ def _check_models(model: Any, draft: Any, shapes: Sequence[DraftShape], page_siz
     attention = model.config.get_text_config()._attn_implementation
     if not is_ours(attention):
         raise SpeculatorError.wrong_attention(attention)
+    if draft is not None:
+        ours, theirs = next(draft.parameters()), next(model.parameters())
+        if ours.dtype != theirs.dtype:
+            raise SpeculatorError.unlike("dtype", ours.dtype, theirs.dtype)
+        if ours.device != theirs.device:
+            raise SpeculatorError.unlike("device", ours.device, theirs.device)
     for shape in shapes:
         if shape.steps and draft is None:
             raise SpeculatorError.no_draft(shape)
