@@ -97,11 +97,12 @@ def measure(
 def speed_table(runs: dict[str, Run]) -> str:
     """A line per run, against the first of them."""
     first = next(iter(runs.values()))
-    lines = [f"{'':44s} {'ms/token':>9s} {'speed-up':>9s} {'accepted':>9s}  by position"]
+    width = max(map(len, runs))
+    lines = [f"{'':{width}s} {'ms/token':>9s} {'speed-up':>9s} {'accepted':>9s}  by position"]
     for name, each in runs.items():
         rates = " ".join(f"{rate:.2f}" for rate in each.statistics.acceptance_rates)
         lines.append(
-            f"{name:44s} {each.seconds * 1e3:9.3f} {first.seconds / each.seconds:8.2f}x "
+            f"{name:{width}s} {each.seconds * 1e3:9.3f} {first.seconds / each.seconds:8.2f}x "
             f"{each.statistics.mean_acceptance_length:9.2f}  {rates}"
         )
     return "\n".join(lines)
