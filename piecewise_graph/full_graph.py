@@ -119,7 +119,7 @@ def record_full(
     def forward() -> list[Tensor]:
         return tensors(run_steps(program, static, program.sizes_at(bucket)))
 
-    with capturing(program):
+    with capturing(program.device):
         replay, outputs = pool.capture(forward, (), warm=tensors(padded))
     values = input_values(program, args, bucket, inputs)
     aliases = [_torch.weak_alias(output) if output.is_cuda else output for output in outputs]

@@ -164,17 +164,17 @@ def record(
         args: the call's arguments; only bound ones (weights) are used.
     """
     buffers.restart()
-    with capturing(program):
+    with capturing(program.device):
         return _Recording(program, args, bucket, pool, inputs, buffers, verdicts).run()
 
 
 @contextmanager
-def capturing(program: Program) -> Iterator[None]:
+def capturing(device: torch.device) -> Iterator[None]:
     """Surround the captures of one bucket (Note [cuBLAS workspaces])."""
-    if program.device.type != "cuda":
+    if device.type != "cuda":
         yield
         return
-    torch.cuda.synchronize(program.device)
+    torch.cuda.synchronize(device)
     _torch.clear_cublas_workspaces()
     try:
         yield

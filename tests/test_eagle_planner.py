@@ -29,7 +29,7 @@ def phases(shape: DraftShape, scale: float = 1.0) -> Mapping[str, float]:
 
 def planner_for(shapes: Sequence[DraftShape], size: int = 1) -> Planner:
     planner = Planner(shapes)
-    planner.measure(size, {shape: phases(shape) for shape in shapes})
+    planner.measure((size,), {shape: phases(shape) for shape in shapes})
     return planner
 
 
@@ -46,7 +46,7 @@ def simulate(planner: Planner, rate: float, tokens: int, requests: int = 1) -> t
     generator = random.Random(0)
     spent, made, ran = 0.0, 0.0, []
     while made < tokens:
-        shape = planner.choose(1).shape
+        shape = planner.choose((1,)).shape
         lengths = [accepted(generator, shape, rate) for _ in range(requests)]
         planner.observe(shape, lengths)
         ran.append(shape)
@@ -82,7 +82,7 @@ def test_draft_that_is_always_wrong_costs_less_than_two_percent(shapes: Sequence
 def test_draft_that_becomes_good_is_found_by_probing() -> None:
     planner = planner_for([PLAIN, DraftShape(3)])
     simulate(planner, 0.0, tokens=1000)
-    assert planner.choose(1).shape == PLAIN
+    assert planner.choose((1,)).shape == PLAIN
     _, ran = simulate(planner, 0.95, tokens=8000)
     assert ran.count(DraftShape(3)) > len(ran) / 2
 
@@ -97,24 +97,24 @@ def test_tree_that_has_not_run_is_taken_to_be_better_than_the_chain_and_tried() 
     planner = planner_for([DraftShape(5), TREE])
     for _ in range(20):
         planner.observe(DraftShape(5), [accepted(random.Random(1), DraftShape(5), 0.5)])
-    tokens = {each.shape: each.tokens for each in planner.choose(1).estimates}
+    tokens = {each.shape: each.tokens for each in planner.choose((1,)).estimates}
     assert tokens[TREE] > tokens[DraftShape(5)]
 
 
 def test_each_batch_size_has_its_own_times_and_shares_what_is_accepted() -> None:
     planner = Planner([PLAIN, DraftShape(3)])
-    planner.measure(1, {shape: phases(shape) for shape in planner.shapes})
+    planner.measure((1,), {shape: phases(shape) for shape in planner.shapes})
     dear = phases(DraftShape(3), scale=10.0)  # a large batch that is bound by compute
-    planner.measure(32, {PLAIN: phases(PLAIN), DraftShape(3): dear})
+    planner.measure((32,), {PLAIN: phases(PLAIN), DraftShape(3): dear})
     simulate(planner, 0.8, tokens=400)
-    assert planner.choose(1).shape == DraftShape(3)
-    assert planner.choose(32).shape == PLAIN
-    assert not planner.knows(4)
+    assert planner.choose((1,)).shape == DraftShape(3)
+    assert planner.choose((32,)).shape == PLAIN
+    assert not planner.knows((4,))
 
 
 def test_choice_prints_the_numbers_behind_it() -> None:
     planner = planner_for([PLAIN, DraftShape(3)])
-    choice = planner.choose(1)
+    choice = planner.choose((1,))
     best = choice.estimates[0]
     assert best.rate == max(each.rate for each in choice.estimates)
     assert best.rate == pytest.approx(best.tokens / sum(best.seconds.values()))
@@ -139,6 +139,6 @@ def test_expectation_follows_what_was_observed(rates: list[float], requests: int
             found.append(length)
         planner.observe(shape, found)
         lengths += found
-    estimate = next(each for each in planner.choose(1).estimates if each.shape == shape)
+    estimate = next(each for each in planner.choose((1,)).estimates if each.shape == shape)
     recent = lengths[-128 * requests :]
     assert estimate.tokens == pytest.approx(sum(recent) / len(recent), abs=0.6)

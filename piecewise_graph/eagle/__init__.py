@@ -12,8 +12,9 @@ A file per stage, read in this order:
     shapes, buffers   what a round looks like; static buffers as data
     target, draft     the two models (draft_config, checkpoints), compiled once each (models, forward)
     phases            the algorithm: draft, verify, extend (sampling, synthetic)
-    runner, ready     a phase as a graph; a round of three of them (round)
-    speculator        requests in, tokens out (request, prefill, statistics)
+    round, runner     its tensors; a phase as a graph (weights); ready: a round of three of them
+    session           requests in, tokens out (request, prefill, statistics, planner)
+    speculator        puts it all together (workshop)
 """
 
 from typing import Any

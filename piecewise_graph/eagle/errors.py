@@ -185,6 +185,27 @@ class SpeculatorError(PiecewiseError, ValueError):
         )
 
     @classmethod
+    def capture_failed(cls, phase: str, why: str) -> SpeculatorError:
+        return cls(
+            f"the graph of phase {phase!r} cannot be captured: {why}",
+            f"name fewer batch_sizes= or shapes=, or pass graphs={{{phase!r}: 'piecewise'}}.",
+        )
+
+    @classmethod
+    def session_open(cls, running: int) -> SpeculatorError:
+        return cls(
+            f"another session of this speculator has {running} running requests.",
+            "step it to its end, or close it: session.close(), or speculator.close() if it is lost.",
+        )
+
+    @classmethod
+    def fixed_option(cls, name: str) -> SpeculatorError:
+        return cls(
+            f"the option {name!r} is the speculator's own.",
+            "leave it out; sizes, pool and outputs follow from shapes=, batch_sizes= and graphs=.",
+        )
+
+    @classmethod
     def bad_request(cls, index: int, what: str, remedy: str) -> SpeculatorError:
         return cls(f"request {index} cannot be served: {what}.", remedy)
 

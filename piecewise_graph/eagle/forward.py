@@ -28,17 +28,24 @@ class Forward:
         token_dim: argument -> dimension that counts rows.
         sizes: row counts that may be captured.
         options: of pg.compile, `pool` among them; of `specialize` the sizes that are among these.
+        outputs: of piecewise calls: "static" ones are memory of the pool, which the next tape of any model
+            overwrites; "copy" for those that are read after it.
     """
 
     def __init__(
-        self, module: nn.Module, token_dim: Mapping[str, int], sizes: list[int], options: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        token_dim: Mapping[str, int],
+        sizes: list[int],
+        options: Mapping[str, Any],
+        outputs: str = "static",
     ) -> None:
         self.module, self.sizes = module, sizes
         self._token_dim = dict(token_dim)
         chosen = {
             "capture_sizes": sizes,
             "max_tokens": max(sizes),
-            "outputs": "static",
+            "outputs": outputs,
             "capture": "explicit",
         }
         exact = [size for size in options.get("specialize", ()) if size in sizes]
@@ -48,13 +55,15 @@ class Forward:
         self._pool: pg.GraphPool = options["pool"]
         self._frozen: Any = None
         self._captured: set[int] = set()
+        self._was_called = False
 
     def __call__(self, way: str, batch: AttentionBatch | None, /, **inputs: Tensor) -> Any:
-        """Run one forward. What it returns may be overwritten by the next one.
+        """Run one forward.
 
         The first piecewise call with a row count that may be captured captures it: the forward runs several
         times then, with the same result.
         """
+        self._was_called = True
         if way == PIECEWISE:
             rows = self._rows(inputs)
             if rows in self.sizes and rows not in self._captured:
@@ -65,6 +74,10 @@ class Forward:
             if way == PIECEWISE and self._frozen is not None:
                 return self._frozen(**inputs)
             return self._compiled(**inputs)
+
+    def is_prepared(self, way: str, rows: int) -> bool:
+        """Whether such a call finds what it needs."""
+        return rows in self._captured if way == PIECEWISE else self._was_called
 
     def capture(self, batch: AttentionBatch | None, **inputs: Tensor) -> None:
         """Capture the piecewise tape of these inputs' row count. The forward runs, on whatever they hold."""

@@ -47,8 +47,8 @@ class Models:
         extended = {"input_ids": 0, "positions": 0, "features": 0}
         return cls(
             verify,
-            Forward(draft, _ROWS, rows["step"], draft_options),
-            Forward(_Extend(draft), extended, rows["extend"], draft_options),
+            Forward(draft, _ROWS, rows["step"], draft_options, outputs="copy"),
+            Forward(_Extend(draft), extended, rows["extend"], draft_options, outputs="copy"),
             Forward(_Head(draft), {"hidden": 0}, rows["head"], draft_options),
             draft,
         )

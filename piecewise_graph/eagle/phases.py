@@ -37,6 +37,7 @@ class Phases:
     Attributes:
         state: what requests carry from round to round, by their row in the request table.
         rule: how tokens are chosen: all greedy, some sampled, some of these from the top k or p only.
+        last_position: of the longest request that there can be.
         synthetic: acceptance that is decreed, not found; None = the target decides.
     """
 
@@ -44,6 +45,7 @@ class Phases:
     round: Round
     state: Buffers
     rule: str
+    last_position: int
     synthetic: Synthetic | None = None
 
     def draft(self, way: str) -> None:
@@ -67,7 +69,8 @@ class Phases:
             way,
             round.verify_batch,
             input_ids=tree.tokens[None],
-            position_ids=tree.positions[None],
+            # Rows past the end of the longest request are never emitted, but a table may end there.
+            position_ids=tree.positions.clamp(max=self.last_position)[None],
         )
         round.buffers.features.copy_(features)
         self._accept(logits)

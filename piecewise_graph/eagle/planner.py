@@ -2,7 +2,7 @@
 
 Note [Tokens per second]
 A round of shape s makes `1 + sum over depths d <= S of survival[d]` tokens on average, the bonus among them,
-and takes `draft + verify + extend` seconds. Seconds are measured when a round is captured, for each batch
+and takes `draft + verify + extend` seconds. Seconds are measured before the first choice for a batch
 size; survival, the share of rounds that accept depth d, while requests run, for all batch sizes together.
 The shape that makes the most tokens per second runs.
 
@@ -16,12 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .shapes import DraftShape
 
 PROBE_EVERY, REPLAN_EVERY = 64, 8  # rounds
 _PRIOR, _PRIOR_ROUNDS = 0.7, 2.0  # what each depth is taken to keep of the one above it, and how firmly
 _MEMORY = 128.0  # rounds after which an observation has lost most of its weight
+
+Place = tuple[Any, ...]  # the batch size, then whatever else the phases' times depend on
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,13 @@ class Planner:
     """Chooses among `shapes`; one planner may serve many sessions, and learns from all of them.
 
     Attributes:
-        latest: the latest choice per batch size.
+        latest: the latest choice per place: batch size, and what else tells rounds apart.
     """
 
     def __init__(self, shapes: Sequence[DraftShape]) -> None:
         self.shapes = tuple(shapes)
-        self.latest: dict[int, Choice] = {}
-        self._seconds: dict[int, dict[DraftShape, Mapping[str, float]]] = {}
+        self.latest: dict[Place, Choice] = {}
+        self._seconds: dict[Place, dict[DraftShape, Mapping[str, float]]] = {}
         self._seen: dict[DraftShape, _Survival] = {}
         self._last_run = dict.fromkeys(self.shapes, 0)
         self._rounds = 0
@@ -89,28 +92,28 @@ class Planner:
     def __str__(self) -> str:
         return "\n".join(map(str, self.latest.values())) or "nothing was chosen yet"
 
-    def knows(self, size: int) -> bool:
-        """Whether the phases were measured for this batch size."""
-        return size in self._seconds
+    def knows(self, place: Place) -> bool:
+        """Whether the phases were measured there."""
+        return place in self._seconds
 
-    def measure(self, size: int, seconds: Mapping[DraftShape, Mapping[str, float]]) -> None:
+    def measure(self, place: Place, seconds: Mapping[DraftShape, Mapping[str, float]]) -> None:
         """Tell what the phases of every shape take."""
-        self._seconds[size] = dict(seconds)
+        self._seconds[place] = dict(seconds)
 
-    def choose(self, size: int) -> Choice:
-        """The shape of the next round of `size` requests."""
-        latest = self.latest.get(size)
+    def choose(self, place: Place) -> Choice:
+        """The shape of the next round."""
+        latest = self.latest.get(place)
         if latest is not None and not latest.probe and self._rounds % REPLAN_EVERY:
             return latest
         estimates = sorted(
-            (Estimate(shape, self._seconds[size][shape], self._tokens(shape)) for shape in self.shapes),
+            (Estimate(shape, self._seconds[place][shape], self._tokens(shape)) for shape in self.shapes),
             key=lambda each: -each.rate,
         )
         shape = estimates[0].shape
         stalest = min(self.shapes, key=self._last_run.__getitem__)
         probe = self._rounds % PROBE_EVERY == PROBE_EVERY - REPLAN_EVERY and stalest is not shape
-        choice = Choice(stalest if probe else shape, size, tuple(estimates), probe)
-        self.latest[size] = choice
+        choice = Choice(stalest if probe else shape, place[0], tuple(estimates), probe)
+        self.latest[place] = choice
         return choice
 
     def observe(self, shape: DraftShape, accept_lens: Sequence[int]) -> None:

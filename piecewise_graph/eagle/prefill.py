@@ -14,10 +14,17 @@ from piecewise_graph.custom_ops.attention import BatchBuffers, make_batch
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable, device_ints, to_device
 
 from .buffers import Buffers
-from .forward import COMPILED, PIECEWISE
+from .forward import COMPILED, EAGER, PIECEWISE
 from .models import Models
 from .request import Request
 from .sampling import FIRST, distribution, draw, uniforms
+
+_SIZES = (1, 8, 16, 32, 64, 128, 256, 512)
+
+
+def prefill_sizes(most: int) -> list[int]:
+    """Row counts that are captured where a prefill batch holds `most` tokens at most."""
+    return [size for size in _SIZES if size <= most]
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,11 @@ class Prefill:
     most: int
     way: str
 
-    def prepare(self, sizes: Sequence[int]) -> None:
-        """Compile, and capture the piecewise tapes of `sizes` on a batch of padding alone, largest first."""
+    def prepare(self) -> None:
+        """Compile, and capture the piecewise tapes on a batch of padding alone, largest first; once."""
+        sizes = prefill_sizes(self.most)
+        if all(self.models.target.is_prepared(self.way, rows) for rows in sizes):
+            return
         for rows in sorted(sizes, reverse=True):
             ids = torch.zeros(rows, dtype=torch.int32, device=self.cache.device)
             positions = ids.clone()
@@ -78,7 +88,8 @@ class Prefill:
                 self.way, self._padding(self.cache, rows), input_ids=ids[None], position_ids=positions[None]
             )
             if self.draft_cache is not None:
-                self._draft(self._padding(self.draft_cache, rows), ids, positions, features, self.way)
+                batch = self._padding(self.draft_cache, rows)
+                self._draft(batch, ids, positions, features.clone(), self.way)
             if self.way != PIECEWISE:
                 return
 
@@ -109,7 +120,7 @@ class Prefill:
         owners = self._longs([slot for slot, count in zip(slots, rows, strict=True) for _ in range(count)])
         features = self.state.gap[owners, positions % kept]
         ids = device_ints(following, self.cache.device)
-        hidden = self._draft(batch, ids, positions, features, COMPILED)
+        hidden = self._draft(batch, ids, positions, features, self._any_rows)
         self._end(self._longs(slots), hidden[self._longs([end - 1 for end in accumulate(rows)])])
         for request in late:
             request.drafted = request.length
@@ -120,7 +131,12 @@ class Prefill:
             return
         assert self.models.head is not None
         self.state.hidden.index_copy_(0, slots, hidden)
-        self.state.logits.index_copy_(0, slots, self.models.head(COMPILED, None, hidden=hidden))
+        self.state.logits.index_copy_(0, slots, self.models.head(self._any_rows, None, hidden=hidden))
+
+    @property
+    def _any_rows(self) -> str:
+        """How row counts run that nothing is captured for."""
+        return EAGER if self.way == EAGER else COMPILED
 
     def place(self, requests: Sequence[Request]) -> None:
         """Tell the device where the next rounds of `requests` begin, and how they are sampled."""
@@ -159,6 +175,8 @@ class Prefill:
             ]
             ids = device_ints(following, device).index_copy_(0, last, chosen)
             attention, _ = make_batch(self.draft_cache, self.table, slots, rows, lengths)
+            if self.way == PIECEWISE:  # the draft's tape overwrites what the target's has left
+                features = features.clone()
             self._end(ending, self._draft(attention, ids, positions, features, self.way)[last])
         return chosen
 

@@ -8,9 +8,11 @@ import torch
 
 from piecewise_graph.custom_ops.kv_cache import RequestTable, device_ints
 
+from .forward import FULL
 from .request import Request
 from .round import Round
 from .runner import PhaseRunner
+from .weights import Weights
 
 
 class ReadyRound:
@@ -20,9 +22,11 @@ class ReadyRound:
         runners: the phases in order; the second, verify, writes the result that the host reads.
     """
 
-    def __init__(self, round: Round, runners: Sequence[PhaseRunner], table: RequestTable) -> None:
+    def __init__(
+        self, round: Round, runners: Sequence[PhaseRunner], table: RequestTable, weights: Weights
+    ) -> None:
         self.round, self.runners = round, tuple(runners)
-        self._table = table
+        self._table, self._weights = table, weights
         self._slots: list[int] = [0] * round.size
         result = round.buffers.result
         self._on_gpu = result.is_cuda
@@ -31,8 +35,7 @@ class ReadyRound:
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
         """What each request accepted, the bonus last. Waits for verify, and not for what follows it."""
-        if not all(runner.is_ready for runner in self.runners):
-            self.prepare()
+        self._ensure()
         self._fill([request.slot for request in requests])
         self._table.flush()
         draft, verify, *rest = self.runners
@@ -53,11 +56,19 @@ class ReadyRound:
         self._fill([])
         for runner in self.runners:
             runner.prepare(self.round.buffers.result.device)
+        if any(runner.way == FULL for runner in self.runners):
+            self._weights.hold()
 
     def seconds(self) -> dict[str, float]:
         """Median time of every phase, over padding alone: nobody's tokens change."""
+        self._ensure()
         self._fill([])
         return {runner.name: runner.seconds(self.round.buffers.result.device) for runner in self.runners}
+
+    def _ensure(self) -> None:
+        """Graphs may have been dropped, by pg.reset for instance."""
+        if not all(runner.is_ready for runner in self.runners):
+            self.prepare()
 
     def _fill(self, slots: list[int]) -> None:
         """Name the batch's requests to the device, where they are not those of the round before."""

@@ -13,7 +13,7 @@ from .statistics import Counts
 @dataclass
 class Request:
     """Attributes:
-    slot: row of the request table while it runs; 0 before and after.
+    slot: row of the request table while it runs; meaningless before and after.
     tokens: what was generated; a stop token that ended it is the last of them.
     length: tokens whose K and V the target has; `drafted`: those whose K and V the draft has.
     """
@@ -46,14 +46,12 @@ class Request:
         """Tokens of prompt and answer together."""
         return [*self.prompt, *self.tokens][start:stop]
 
-    def take(self, tokens: Iterable[int]) -> int:
-        """Append tokens up to the one that ends the request; returns how many were used."""
-        before = len(self.tokens)
+    def take(self, tokens: Iterable[int]) -> None:
+        """Append tokens up to the one that ends the request."""
         for token in tokens:
             if self.finished:
                 break
             self.tokens.append(token)
-        return len(self.tokens) - before
 
 
 def check_request(request: Request, vocab_size: int, max_seq_len: int) -> None:

@@ -21,7 +21,7 @@ class Sizes:
 
     Attributes:
         hidden, features, vocab, draft_vocab: widths (`H`, `F`, `V`, `D` of buffers.py).
-        max_seq_len: tokens of a request at most, those of a round included.
+        max_seq_len: tokens of a request at most, those of a round included; `last_position`: without them.
     """
 
     hidden: int
@@ -29,6 +29,7 @@ class Sizes:
     vocab: int
     draft_vocab: int
     max_seq_len: int
+    last_position: int
     dtype: torch.dtype
     device: torch.device
 

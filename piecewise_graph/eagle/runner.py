@@ -9,8 +9,10 @@ from collections.abc import Callable
 import torch
 
 import piecewise_graph as pg
+from piecewise_graph.recorder import capturing
 from piecewise_graph.telemetry import counters
 
+from .errors import SpeculatorError
 from .forward import FULL
 
 
@@ -43,12 +45,17 @@ class PhaseRunner:
         if self.way != FULL:
             return
         self._pool.join(device, self)
-        with self._pool.session():
-            self._body(self.way)
-            self._replay, _ = self._pool.capture(self._run, ())
+        try:
+            with self._pool.session():
+                self._body(self.way)
+                with capturing(device):
+                    self._replay, _ = self._pool.capture(self._run, ())
+        except torch.OutOfMemoryError as error:
+            raise SpeculatorError.capture_failed(self.name, str(error)) from error
         counters.add("phase_captures")
 
     def __call__(self) -> None:
+        assert self.is_ready
         with torch.profiler.record_function(self.name):
             if self._replay is None:
                 self._body(self.way)

@@ -10,9 +10,9 @@ from .phases import FILTERED, GREEDY, SAMPLED
 from .planner import Planner
 from .prefill import Prefill
 from .request import Request
-from .rounds import RoundKey, Workshop
 from .shapes import DraftShape
 from .synthetic import Synthetic
+from .workshop import RoundKey, Workshop
 
 
 class Session:
@@ -21,8 +21,10 @@ class Session:
     Args:
         shape: of every round; or a planner that chooses before each.
         graphs: (phase, way) of each.
+        room: tokens beyond its length that a request needs pages for during a round.
+        batch_sizes: that rounds are made for, ascending.
         synthetic: a mean accept length or rates; None = the target decides.
-        running: surrounds what runs on the device.
+        context: surrounds what runs on the device.
 
     Attributes:
         waiting, running: requests that have no slot yet, and those in rounds.
@@ -45,7 +47,7 @@ class Session:
         self._workshop, self._prefill, self._shape = workshop, prefill, shape
         self._room, self._batch_sizes, self._graphs = room, batch_sizes, graphs
         self._synthetic, self._context = synthetic, context
-        self._latest: RoundKey | None = None
+        self._torn = False  # an exception ended a round: the device may be ahead of the host
 
     @property
     def unfinished(self) -> int:
@@ -59,12 +61,27 @@ class Session:
             CacheError: one request alone needs more pages than there are.
         """
         with self._context():
+            if self._torn:
+                self._prefill.place(self.running)
+                self._torn = False
             self._admit()
             if self.running:
                 self._round()
 
+    @property
+    def decreed(self) -> float | None:
+        """The mean accept length that was decreed, for the longest draft that may run; None without it."""
+        if self._synthetic is None:
+            return None
+        shapes = self._shape.shapes if isinstance(self._shape, Planner) else (self._shape,)
+        steps = max(shape.steps for shape in shapes)
+        return Synthetic.of(self._synthetic, steps, clamped=True).accept_length if steps else None
+
     def rewind(self) -> None:
-        """Put the running requests back to where their prompts ended, for timings that want rounds alike."""
+        """Put the running requests back to where their prompts ended, for timings that want rounds alike.
+
+        The first draft afterwards begins with the hidden states of the last round, and may be a poor one.
+        """
         with self._context():
             for request in self.running:
                 del request.tokens[1:]
@@ -77,26 +94,22 @@ class Session:
         while self.running:
             self._workshop.table.close(self.running.pop().slot)
 
-    @property
-    def decreed(self) -> float | None:
-        """The mean accept length of synthetic acceptance, of the last round's shape; None without it."""
-        rates = self._latest.rates if self._latest else None
-        return None if rates is None else Synthetic(rates).accept_length
-
-    def key(self, shape: DraftShape, requests: Sequence[Request]) -> RoundKey:
-        """The round that serves these requests with this shape."""
-        size = next(size for size in self._batch_sizes if size >= len(requests))
+    def _key(self, shape: DraftShape) -> RoundKey:
+        """The round that serves the running requests with this shape."""
         rates = None
         if self._synthetic is not None and shape.steps:
-            rates = Synthetic.of(self._synthetic, shape.steps).rates
-        return RoundKey(size, shape, _rule(requests), self._graphs, rates)
+            rates = Synthetic.of(self._synthetic, shape.steps, clamped=True).rates
+        return RoundKey(self._size(), shape, _rule(self.running), self._graphs, rates)
+
+    def _size(self) -> int:
+        return next(size for size in self._batch_sizes if size >= len(self.running))
 
     def _round(self) -> None:
         shape = self._choose()
         if shape.steps:
             self._prefill.catch_up(self.running)
-        self._latest = self.key(shape, self.running)
-        ready = self._workshop.round_for(self._latest)
+        ready = self._workshop.round_for(self._key(shape))
+        self._torn = True
         found = ready.run(self.running)
         if isinstance(self._shape, Planner):
             self._shape.observe(shape, [len(tokens) for tokens in found])
@@ -104,39 +117,57 @@ class Session:
             request.counts.add_round(shape.steps, shape.nodes - 1, len(tokens))
             request.advance(len(tokens), drafted=shape.steps > 0)
             request.take(tokens)
+        self._torn = False
         self._let_go()
 
     def _choose(self) -> DraftShape:
         if isinstance(self._shape, DraftShape):
             return self._shape
-        planner = self._shape
-        keys = {shape: self.key(shape, self.running) for shape in planner.shapes}
-        size = next(iter(keys.values())).size
-        if not planner.knows(size):
-            planner.measure(size, {s: self._workshop.round_for(key).seconds() for s, key in keys.items()})
-        return planner.choose(size).shape
+        planner, place = self._shape, (self._size(), _rule(self.running), self._graphs)
+        if not planner.knows(place):
+            keys = {shape: self._key(shape) for shape in planner.shapes}
+            planner.measure(place, {s: self._workshop.round_for(key).seconds() for s, key in keys.items()})
+        return planner.choose(place).shape
 
     def _admit(self) -> None:
         """Begin requests, with all the pages that they will ever need, until one does not fit."""
-        table, started = self._workshop.table, list[Request]()
-        while self.waiting and len(self.running) + len(started) < table.max_requests:
-            request = self.waiting[0]
-            tokens = len(request.prompt) + request.max_new_tokens + self._room
-            if (self.running or started) and -(-tokens // table.page_size) > table.free_pages:
-                break
-            slot = table.open()
-            try:
-                table.reserve({slot: tokens})
-            except Exception:
-                table.close(slot)
-                raise
-            request.slot = slot
-            started.append(self.waiting.popleft())
+        started: list[Request] = []
+        try:
+            while self.waiting and len(self.running) + len(started) < self._workshop.table.max_requests:
+                if not self._fits(self.waiting[0], alone=not (self.running or started)):
+                    break
+                started.append(self._begin(self.waiting.popleft()))
+            first = self._prefill.run(started) if started else []
+        except BaseException:  # an interrupt too: whoever goes on begins them anew
+            for request in reversed(started):
+                self._workshop.table.close(request.slot)
+                self.waiting.appendleft(request)
+            raise
         self.running += started
-        if started:
-            for request, token in zip(started, self._prefill.run(started), strict=True):
-                request.take([token])
-            self._let_go()
+        for request, token in zip(started, first, strict=True):
+            request.take([token])
+        self._let_go()
+
+    def _tokens(self, request: Request) -> int:
+        """All that it will ever need room for."""
+        return len(request.prompt) + request.max_new_tokens + self._room
+
+    def _fits(self, request: Request, *, alone: bool) -> bool:
+        """One that is alone has nobody to wait for: reserving says what is wrong."""
+        table = self._workshop.table
+        return alone or -(-self._tokens(request) // table.page_size) <= table.free_pages
+
+    def _begin(self, request: Request) -> Request:
+        table = self._workshop.table
+        slot = table.open()
+        try:
+            table.reserve({slot: self._tokens(request)})
+        except Exception:
+            table.close(slot)
+            self.waiting.appendleft(request)
+            raise
+        request.slot = slot
+        return request
 
     def _let_go(self) -> None:
         for request in [request for request in self.running if request.finished]:

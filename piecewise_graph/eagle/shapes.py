@@ -84,7 +84,8 @@ class Sampling:
         temperature: 0 = the most likely token.
         top_k: only the k most likely; 0 = all.
         top_p: only the most likely that have this probability together; 1 = all. After top_k.
-        seed: two requests with the same prompt and seed get the same tokens, whatever shares their batch.
+        seed: two requests with the same prompt, seed and draft shape get the same tokens, whatever shares
+            their batch. With shape="auto" timing chooses the shape, and with it the tokens.
 
     Raises:
         SpeculatorError: a value that means nothing.

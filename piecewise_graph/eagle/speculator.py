@@ -16,11 +16,11 @@ from .phases import GREEDY
 from .planner import Planner
 from .prefill import Prefill
 from .request import Request, check_request, per_request
-from .rounds import PREFILL_SIZES, RoundKey, Workshop
 from .session import Session
 from .shapes import DraftShape, Sampling, as_shape
 from .statistics import Statistics
 from .synthetic import Synthetic
+from .workshop import RoundKey, Workshop
 
 PHASES = ("draft", "verify", "extend")
 AUTO = "auto"
@@ -75,14 +75,18 @@ class Speculator:
         self.batch_sizes = _batch_sizes(batch_sizes, max_requests)
         self.max_requests, self.max_seq_len = max_requests, max_seq_len
         self.planner = Planner(self.shapes)
+        self._session: Session | None = None
         _check_models(model, draft, self.shapes, page_size)
+        _check_options(options or {})
+        _check_options(draft_options or {})
         if not any(shape.steps for shape in self.shapes):
             draft = None
         self._room = max(shape.room for shape in self.shapes)
         longest = max_seq_len + self._room
         pages = 1 + max_requests * -(-longest // page_size) if num_pages is None else num_pages
         paging = {
-            "max_requests": max_requests, "max_seq_len": longest, "page_size": page_size, "num_pages": pages,
+            "max_requests": max_requests, "max_seq_len": longest, "room": self._room,
+            "page_size": page_size, "num_pages": pages,
         }  # fmt: skip
         self._workshop = Workshop.make(
             model,
@@ -99,7 +103,6 @@ class Speculator:
             made.models, made.state, made.table, made.cache, made.draft_cache, prefill_rows,
             self.graphs["prefill"],
         )  # fmt: skip
-        self._prefill_sizes = [size for size in PREFILL_SIZES if size <= prefill_rows]
         self.device = made.sizes.device
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
@@ -146,6 +149,7 @@ class Speculator:
         Raises:
             SpeculatorError: a request that cannot be served, before any is.
             CacheError: one request alone needs more pages than there are.
+            AddressMovedError: a weight moved since the graphs that read it were captured.
         """
         session, requests = self.session(
             prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, shape=shape, graphs=graphs,
@@ -159,8 +163,7 @@ class Speculator:
         tokens = [request.tokens for request in requests]
         if not return_stats:
             return tokens
-        decreed = session.decreed
-        return tokens, Statistics(tuple(request.counts for request in requests), decreed)
+        return tokens, Statistics(tuple(request.counts for request in requests), session.decreed)
 
     def session(
         self,
@@ -188,8 +191,13 @@ class Speculator:
             check_request(request, self._workshop.sizes.vocab, self.max_seq_len)
         chosen = self._shape(shape)
         if synthetic is not None:
-            for each in self.shapes if isinstance(chosen, Planner) else (chosen,):
-                Synthetic.of(synthetic, each.steps) if each.steps else None
+            for each in chosen.shapes if isinstance(chosen, Planner) else (chosen,):
+                Synthetic.of(synthetic, max(each.steps, 1), clamped=isinstance(chosen, Planner))
+            if isinstance(chosen, Planner):  # what is decreed must teach nobody
+                chosen = Planner(self.shapes)
+        if self._session is not None and self._session.running:
+            raise SpeculatorError.session_open(len(self._session.running))
+        self._workshop.weights.check()
         self._prepare_prefill()
         chosen_ways = self.graphs if graphs is None else ways(graphs, self.graphs["prefill"])
         session = Session(
@@ -197,7 +205,13 @@ class Speculator:
             batch_sizes=self.batch_sizes, graphs=_phases(chosen_ways), synthetic=synthetic,
             context=self._running,
         )  # fmt: skip
+        self._session = session
         return session, requests
+
+    def close(self) -> None:
+        """End a session that was left open, and give back what it holds."""
+        if self._session is not None:
+            self._session.close()
 
     def _shape(self, shape: DraftShape | int | str | None) -> DraftShape | Planner:
         if shape == AUTO:
@@ -208,10 +222,8 @@ class Speculator:
         return chosen
 
     def _prepare_prefill(self) -> None:
-        if self._prefill_sizes:
-            with self._running():
-                self._prefill.prepare(self._prefill_sizes)
-            self._prefill_sizes = []
+        with self._running():
+            self._prefill.prepare()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -261,6 +273,7 @@ def _check_models(model: Any, draft: Any, shapes: Sequence[DraftShape], page_siz
             raise SpeculatorError.unlike("dtype", ours.dtype, theirs.dtype)
         if ours.device != theirs.device:
             raise SpeculatorError.unlike("device", ours.device, theirs.device)
+        _check_sizes(model, draft, shapes)
     for shape in shapes:
         if shape.steps and draft is None:
             raise SpeculatorError.no_draft(shape)
@@ -269,6 +282,25 @@ def _check_models(model: Any, draft: Any, shapes: Sequence[DraftShape], page_siz
             raise SpeculatorError.bad_shape(
                 what, "pass page_size=1: a tree's commit reorders slots, not pages."
             )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    own = {"pool", "outputs", "capture", "capture_sizes", "max_tokens", "token_dim"} & options.keys()
+    if own:
+        raise SpeculatorError.fixed_option(min(own))
+
+
+def _check_sizes(model: Any, draft: Any, shapes: Sequence[DraftShape]) -> None:
+    config, target = draft.config, model.config.get_text_config()
+    if config.target_hidden_size != target.hidden_size:
+        raise SpeculatorError.unlike("hidden size of features", config.target_hidden_size, target.hidden_size)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if config.vocab_size != vocabulary:
+        raise SpeculatorError.unlike("vocabulary", config.vocab_size, vocabulary)
+    widest = max(shape.topk for shape in shapes)
+    if widest > config.draft_vocab_size:
+        what = f"top-k {widest} of a draft with {config.draft_vocab_size} tokens"
+        raise SpeculatorError.bad_shape(what, "choose a smaller topk.")
 
 
 def _phases(graphs: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -34,8 +35,11 @@ class Synthetic:
             raise SpeculatorError.bad_rates(str(self.rates))
 
     @classmethod
-    def of(cls, wanted: float | Sequence[float], steps: int) -> Synthetic:
+    def of(cls, wanted: float | Sequence[float], steps: int, *, clamped: bool = False) -> Synthetic:
         """From a mean accept length, bonus included, or from rates per position.
+
+        Args:
+            clamped: a mean above what `steps` can give means all of them.
 
         A mean makes every position as likely as the one before it, given that one.
 
@@ -43,6 +47,7 @@ class Synthetic:
             SpeculatorError: out of range, or not one rate per step.
         """
         if isinstance(wanted, (int, float)):
+            wanted = min(wanted, steps + 1) if clamped else wanted
             if not 1 <= wanted <= steps + 1:
                 raise SpeculatorError.bad_rates(f"a mean of {wanted} tokens from {steps} steps")
             return cls(_geometric(wanted - 1, steps))
@@ -58,7 +63,8 @@ class Synthetic:
     def choices(self, tree: md.Tree, buffers: Buffers, seed: Tensor) -> Tensor:
         """What the target is said to choose at every row, int32 `[B*N]`, for accept_greedy.
 
-        Down to a drawn depth every node's first child is chosen; below, a token that no node has.
+        Down to a drawn depth every node's first child is chosen; below, a token that no node has. So a tree
+        accepts no deeper than its best branch goes, which may be less than what was decreed.
         """
         size, nodes = tree.next_token.shape
         tokens = tree.tokens.view(size, nodes)
@@ -74,6 +80,7 @@ class Synthetic:
         return torch.where(goes_on, forced, other[:, None]).flatten()
 
 
+@cache
 def _geometric(drafts: float, steps: int) -> tuple[float, ...]:
     """Powers of one rate that sum to `drafts`."""
     low, high = 0.0, 1.0

@@ -46,7 +46,8 @@ class TargetModel(nn.Module):
             (logits `[rows, vocabulary]`, features `[rows, feature_size]`).
         """
         logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-        features = torch.cat([tap.seen for tap in self.taps if tap.seen is not None], -1)
+        seen = [tap.seen for tap in self.taps]
+        features = torch.cat(seen, -1)  # type: ignore[arg-type]  # every tap was passed
         for tap in self.taps:
             tap.seen = None
         return logits[0], features[0]

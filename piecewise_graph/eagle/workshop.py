@@ -1,4 +1,4 @@
-"""Rounds: what a speculator's rounds are made of, and the rounds that were made so far."""
+"""Workshop: what a speculator's rounds are made of, and the rounds that were made so far."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 from .buffers import GAP, STATE, Buffers, allocate
 from .models import Models
 from .phases import GREEDY, Phases
+from .prefill import prefill_sizes
 from .ready import ReadyRound
 from .round import Round, Sizes
 from .runner import PhaseRunner
 from .shapes import DraftShape
 from .synthetic import Synthetic
 from .target import TargetModel
+from .weights import Weights
 
-PREFILL_SIZES = (1, 8, 16, 32, 64, 128, 256, 512)
 GAP_TOKENS = 64  # features that are kept of plain rounds, for a draft that has to catch up
 
 
@@ -59,6 +60,7 @@ class Workshop:
     table: RequestTable
     state: Buffers
     pool: pg.GraphPool
+    weights: Weights
     made: dict[RoundKey, ReadyRound]
 
     @classmethod
@@ -76,10 +78,10 @@ class Workshop:
         """Allocate everything that does not depend on a round; nothing is compiled yet.
 
         Args:
-            paging: `max_requests`, `max_seq_len` (a round's room included), `page_size`, `num_pages`.
+            paging: `max_requests`, `max_seq_len` (a round's `room` included), `page_size`, `num_pages`.
         """
         target = TargetModel(model, draft.config.feature_layers if draft is not None else None)
-        sizes = _sizes(model, target, draft, paging["max_seq_len"])
+        sizes = _sizes(model, target, draft, paging["max_seq_len"], paging["room"])
         paged: dict[str, Any] = {
             "num_pages": paging["num_pages"], "page_size": paging["page_size"],
             "dtype": sizes.dtype, "device": sizes.device,
@@ -101,10 +103,12 @@ class Workshop:
         fields = STATE + (GAP if resumes else ())
         state = allocate(fields, letters, dtype=sizes.dtype, device=sizes.device)
         pool = pg.GraphPool()
-        rows = _row_counts(shapes, batch_sizes, [n for n in PREFILL_SIZES if n <= prefill_rows])
+        rows = _row_counts(shapes, batch_sizes, prefill_sizes(prefill_rows))
         pooled = {"pool": pool}
         models = Models.make(target, draft, rows, {**options, **pooled}, {**draft_options, **pooled})
-        return cls(models, sizes, cache, draft_cache, table, state, pool, {})
+        weights = Weights({"target": target} | ({} if draft is None else {"draft": draft}))
+        pool.join(sizes.device, weights)
+        return cls(models, sizes, cache, draft_cache, table, state, pool, weights, {})
 
     def round_for(self, key: RoundKey) -> ReadyRound:
         """The round, made and captured where it is asked for the first time."""
@@ -124,20 +128,21 @@ class Workshop:
             sampled=key.rule != GREEDY,
         )
         decreed = None if key.rates is None else Synthetic(key.rates)
-        phases = Phases(self.models, made, self.state, key.rule, decreed)
+        phases = Phases(self.models, made, self.state, key.rule, self.sizes.last_position, decreed)
         bodies: dict[str, Callable[[str], None]] = {"draft": phases.draft, "verify": phases.verify}
         if shape.steps:
             bodies["extend"] = phases.extend
         ways = dict(key.graphs)
         runners = [PhaseRunner(name, body, ways[name], self.pool) for name, body in bodies.items()]
-        ready = ReadyRound(made, runners, self.table)
+        ready = ReadyRound(made, runners, self.table, self.weights)
         ready.prepare()
         return ready
 
 
-def _sizes(model: Any, target: TargetModel, draft: Any, max_seq_len: int) -> Sizes:
+def _sizes(model: Any, target: TargetModel, draft: Any, max_seq_len: int, room: int) -> Sizes:
     config = None if draft is None else draft.config
     return Sizes(
+        last_position=max_seq_len - room - 1,
         hidden=config.hidden_size if config else 1,
         features=target.feature_size,
         vocab=target.vocab_size,

@@ -1,0 +1,44 @@
+"""Weights that full graphs read by address: kept alive, and compared before they are read again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor, nn
+
+from piecewise_graph.errors import AddressMovedError
+
+
+class Weights:
+    """Parameters and buffers of the models, as they lay when the first phase was captured.
+
+    Args:
+        models: name -> module.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        self._models = dict(models)
+        self._held: dict[str, Tensor] = {}
+
+    def hold(self) -> None:
+        """Keep the memory of all weights: nobody else may take their addresses while graphs read them."""
+        if not self._held:
+            self._held = {name: tensor.detach() for name, tensor in self._tensors()}
+
+    def check(self) -> None:
+        """Raises:
+        AddressMovedError: a weight lies elsewhere now, and graphs would read the old one.
+        """
+        for name, tensor in self._tensors() if self._held else ():
+            if tensor.data_ptr() != self._held[name].data_ptr():
+                raise AddressMovedError.moved(name)
+
+    def drop_graphs(self) -> None:
+        """Called by the pool: nothing is captured any more."""
+        self._held = {}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for model, module in self._models.items():
+            for kind in (module.named_parameters, module.named_buffers):
+                for name, tensor in kind():
+                    yield f"{model}.{name}", tensor
