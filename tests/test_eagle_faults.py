@@ -1,0 +1,182 @@
+"""What goes wrong around the speculative loop: interrupts, moved weights, models that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import piecewise_graph as pg
+from piecewise_graph.eagle import DraftConfig, DraftModel, DraftShape, Speculator, SpeculatorError
+from piecewise_graph.eagle.ready import ReadyRound
+from piecewise_graph.errors import AddressMovedError
+
+VOCABULARY = 64
+EAGER = {"options": {"compiler": "eager"}, "draft_options": {"compiler": "eager"}}
+PROMPTS = [[3, 5, 7, 9], [2, 4], [11] * 7]
+CHAIN, TREE, PLAIN = DraftShape(3), DraftShape(2, 2, 5), DraftShape(0)
+
+
+def build_target(device: torch.device, **changes: Any) -> Any:
+    pg.register_attention()
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
+    }  # fmt: skip
+    config = LlamaConfig(**(sizes | changes))
+    config._attn_implementation = "piecewise"
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval().to(device)
+
+
+def build_draft(target: Any, **changes: Any) -> DraftModel:
+    head = target.get_output_embeddings()
+    config = DraftConfig.for_target(target.config, "eagle1", **changes)
+    shared = {"embed_tokens": target.get_input_embeddings(), "lm_head": head}
+    return DraftModel(config, **({} if changes else shared)).to(head.weight.device).eval()
+
+
+@pytest.fixture
+def speculator(device: torch.device) -> Speculator:
+    target = build_target(device)
+    return Speculator(
+        target, build_draft(target), shapes=[CHAIN, TREE, PLAIN], max_requests=2, max_seq_len=48, **EAGER
+    )
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE, PLAIN], ids=str)
+def test_round_that_was_interrupted_is_run_again(
+    speculator: Speculator, monkeypatch: pytest.MonkeyPatch, shape: DraftShape
+) -> None:
+    """The device may have accepted tokens that the host never saw."""
+    asked: dict[str, Any] = {"max_new_tokens": 16, "shape": shape}
+    expected = speculator.generate(PROMPTS, **asked)
+    session, requests = speculator.session(PROMPTS, **asked)
+    session.step()
+    original = ReadyRound.run
+
+    def interrupted(self: ReadyRound, running: Any) -> Any:
+        original(self, running)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ReadyRound, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.step()
+    monkeypatch.undo()
+    while session.unfinished:
+        session.step()
+    assert [request.tokens for request in requests] == expected
+
+
+def test_prefill_that_was_interrupted_is_begun_anew(
+    speculator: Speculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = speculator.generate(PROMPTS, max_new_tokens=8)
+    session, requests = speculator.session(PROMPTS, max_new_tokens=8)
+    prefill, table = type(speculator._prefill), speculator._workshop.table
+    free = table.free_pages
+    monkeypatch.setattr(prefill, "run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        session.step()
+    assert table.free_pages == free
+    assert session.unfinished == len(PROMPTS)
+    monkeypatch.undo()
+    while session.unfinished:
+        session.step()
+    assert [request.tokens for request in requests] == expected
+
+
+def test_second_session_is_refused_until_the_first_is_closed(speculator: Speculator) -> None:
+    session, _ = speculator.session(PROMPTS, max_new_tokens=30)
+    session.step()
+    with pytest.raises(SpeculatorError, match=r"another session.*2 running requests"):
+        speculator.generate(PROMPTS, max_new_tokens=3)
+    speculator.close()
+    assert speculator.generate(PROMPTS, max_new_tokens=3)
+    assert speculator._workshop.table.open_slots == ()
+
+
+def test_moved_weight_is_refused_before_graphs_read_it(speculator: Speculator) -> None:
+    speculator.generate(PROMPTS, max_new_tokens=4)
+    weight = speculator._workshop.models.target.module.model.lm_head.inner.weight
+    before = weight.data
+    weight.data = before.clone()
+    with pytest.raises(AddressMovedError, match=r"lm_head.*weight"):
+        speculator.generate(PROMPTS, max_new_tokens=4)
+    weight.data = before
+    assert speculator.generate(PROMPTS, max_new_tokens=4)
+
+
+def test_weights_written_in_place_are_seen(speculator: Speculator) -> None:
+    before = speculator.generate(PROMPTS, max_new_tokens=8)
+    weight = speculator._workshop.models.target.module.model.lm_head.inner.weight
+    with torch.no_grad():
+        weight.copy_(weight.flip(0))
+    after = speculator.generate(PROMPTS, max_new_tokens=8)
+    assert after != before
+    assert after == speculator.generate(PROMPTS, max_new_tokens=8, shape=PLAIN)
+
+
+def test_synthetic_planning_is_labelled_and_teaches_nobody(speculator: Speculator) -> None:
+    _, statistics = speculator.generate(
+        PROMPTS, max_new_tokens=8, shape="auto", synthetic=3.5, return_stats=True
+    )
+    assert statistics.synthetic == pytest.approx(3.5, abs=1e-6)
+    assert "SYNTHETIC" in str(statistics)
+    assert str(speculator.planner) == "nothing was chosen yet"
+
+
+@pytest.mark.parametrize("shape", [DraftShape(4), DraftShape(3, 2, 7)], ids=str)
+def test_every_way_accepts_the_same(device: torch.device, shape: DraftShape) -> None:
+    """Forwards whose results are read after another tape ran own them."""
+    target = build_target(device)
+    speculator = Speculator(
+        target, build_draft(target), shapes=[shape], max_requests=3, max_seq_len=48, **EAGER
+    )
+    found = {}
+    for way in ("eager", "compiled", "piecewise", "full"):
+        tokens, statistics = speculator.generate(PROMPTS, max_new_tokens=10, graphs=way, return_stats=True)
+        found[way] = tokens, statistics.to_dict()
+    assert all(each == found["eager"] for each in found.values())
+
+
+def test_target_with_a_table_of_positions_speculates_to_its_end(device: torch.device) -> None:
+    pg.register_attention()
+    length = 32
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=length, n_embd=32, n_layer=2, n_head=2)
+    config._attn_implementation = "piecewise"
+    torch.manual_seed(0)
+    target = GPT2LMHeadModel(config).eval().to(device)
+    head = DraftConfig(
+        kind="eagle1", hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=16, vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY, target_hidden_size=32,
+    )  # fmt: skip
+    shared = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
+    draft = DraftModel(head, **shared).to(device)
+    speculator = Speculator(
+        target, draft, shapes=[3, 0], max_requests=2, max_seq_len=length, graphs="eager", **EAGER
+    )
+    asked = {"max_new_tokens": length - len(PROMPTS[0])}
+    assert speculator.generate(PROMPTS[:1], **asked) == speculator.generate(PROMPTS[:1], shape=0, **asked)
+
+
+def test_draft_of_another_target_is_refused(device: torch.device) -> None:
+    target = build_target(device)
+    wide = build_draft(build_target(device, hidden_size=64))
+    with pytest.raises(SpeculatorError, match=r"hidden size of features is 64, the target's 32"):
+        Speculator(target, wide)
+    other = build_draft(build_target(device, vocab_size=VOCABULARY + 1))
+    with pytest.raises(SpeculatorError, match="vocabulary"):
+        Speculator(target, other)
+    with pytest.raises(SpeculatorError, match="dtype"):
+        Speculator(target, build_draft(build_target(device)).double())
+    with pytest.raises(SpeculatorError, match="top-k 65"):
+        Speculator(build_target(device), build_draft(build_target(device)), shapes=[DraftShape(2, 65, 8)])
+
+
+@pytest.mark.parametrize("name", ["pool", "outputs", "capture", "capture_sizes", "max_tokens"])
+def test_options_that_are_the_speculators_own_are_refused(device: torch.device, name: str) -> None:
+    with pytest.raises(SpeculatorError, match=name):
+        Speculator(build_target(device), shapes=[0], options={name: None})
