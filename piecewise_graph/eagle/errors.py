@@ -181,7 +181,8 @@ class SpeculatorError(PiecewiseError, ValueError):
     def unlike(cls, what: str, draft: object, target: object) -> SpeculatorError:
         return cls(
             f"the draft's {what} is {draft}, the target's {target}.",
-            "load it with load_draft(path, target), which takes both from the target.",
+            "use the draft with the target that it was trained for; load_draft(path, target) loads it as the "
+            "target's dtype, onto its device.",
         )
 
     @classmethod

@@ -78,11 +78,13 @@ class Prefill:
 
     def prepare(self) -> None:
         """Compile, and capture the piecewise tapes on a batch of padding alone, largest first; once."""
-        sizes = prefill_sizes(self.most)
+        # Those of rounds, too: a batch is padded to the next size, whatever that was made for.
+        sizes = [size for size in self.models.target.sizes if size <= self.most]
         if all(self.models.target.is_prepared(self.way, rows) for rows in sizes):
             return
         for rows in sorted(sizes, reverse=True):
-            ids = torch.zeros(rows, dtype=torch.int32, device=self.cache.device)
+            # Of rows that are all alike nothing is proven about padding: tapes would serve exact sizes only.
+            ids = torch.arange(rows, dtype=torch.int32, device=self.cache.device) % 2
             positions = ids.clone()
             _, features = self.models.target(
                 self.way, self._padding(self.cache, rows), input_ids=ids[None], position_ids=positions[None]

@@ -29,9 +29,10 @@ class DraftShape:
     num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "topk"):
-            if type(getattr(self, name)) is not int:
-                raise SpeculatorError.bad_shape(f"{name}={getattr(self, name)!r}", "pass a whole number.")
+        for name in ("steps", "topk", "num_draft_tokens"):
+            value = getattr(self, name)
+            if type(value) is not int and not (name == "num_draft_tokens" and value is None):
+                raise SpeculatorError.bad_shape(f"{name}={value!r}", "pass a whole number.")
         if self.steps < 0 or self.topk < 1 or (self.steps == 0 and self.topk > 1):
             what = f"{self.steps} steps with top-k {self.topk}"
             raise SpeculatorError.bad_shape(

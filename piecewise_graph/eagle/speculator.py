@@ -74,6 +74,10 @@ class Speculator:
         self.graphs = ways(graphs, PIECEWISE if model.device.type == "cuda" else COMPILED)
         self.batch_sizes = _batch_sizes(batch_sizes, max_requests)
         self.max_requests, self.max_seq_len = max_requests, max_seq_len
+        if not self.shapes:
+            raise SpeculatorError.bad_shape("shapes names none", "name at least one; 0 = plain decoding.")
+        if prefill_rows < 1:
+            raise SpeculatorError.bad_shape(f"{prefill_rows=}", "prefill at least one token at a time.")
         self.planner = Planner(self.shapes)
         self._session: Session | None = None
         _check_models(model, draft, self.shapes, page_size)
@@ -112,12 +116,12 @@ class Speculator:
         Args:
             rules: "greedy", "sampled" (a temperature above 0), "filtered" (top_k or top_p, too).
         """
+        self._prepare_prefill()
         with self._running():
             for size in reversed(self.batch_sizes):
                 for shape in self.shapes:
                     for rule in rules:
                         self._workshop.round_for(RoundKey(size, shape, rule, _phases(self.graphs)))
-        self._prepare_prefill()
 
     def generate(
         self,
@@ -182,7 +186,7 @@ class Speculator:
             (session, requests in the order of the prompts).
         """
         counts: Any = per_request("max_new_tokens", max_new_tokens, len(prompts))
-        samplings: Any = per_request("sampling", sampling or Sampling(), len(prompts))
+        samplings: Any = per_request("sampling", Sampling() if sampling is None else sampling, len(prompts))
         requests = [
             Request(index, tuple(int(t) for t in prompt), how, count, frozenset(stop))
             for index, (prompt, how, count) in enumerate(zip(prompts, samplings, counts, strict=True))
@@ -199,14 +203,18 @@ class Speculator:
             raise SpeculatorError.session_open(len(self._session.running))
         self._workshop.weights.check()
         self._prepare_prefill()
-        chosen_ways = self.graphs if graphs is None else ways(graphs, self.graphs["prefill"])
         session = Session(
             self._workshop, self._prefill, requests, shape=chosen, room=self._room,
-            batch_sizes=self.batch_sizes, graphs=_phases(chosen_ways), synthetic=synthetic,
+            batch_sizes=self.batch_sizes, graphs=_phases(self._ways(graphs)), synthetic=synthetic,
             context=self._running,
         )  # fmt: skip
         self._session = session
         return session, requests
+
+    def _ways(self, graphs: str | Mapping[str, str] | None) -> dict[str, str]:
+        if graphs is None or not isinstance(graphs, str):
+            graphs = {**self.graphs, **(graphs or {})}
+        return ways(graphs, self.graphs["prefill"])
 
     def close(self) -> None:
         """End a session that was left open, and give back what it holds."""
