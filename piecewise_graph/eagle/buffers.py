@@ -41,6 +41,7 @@ STATE = (
     Field("top_k", ("R",)),
     Field("top_p", ("R",), torch.float32, pad=1),
     Field("seed", ("R",), torch.int64),
+    Field("place", ("R",)),  # among the prompts: decreed acceptance differs even where seeds do not
 )
 
 # What the phases of a round hand to each other, by place in the batch.

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# What a number is drawn for; a draft's use adds its step, a test of acceptance its node.
+# What a number is drawn for; a draft's use adds its step, a test of acceptance its node, a decreed one the
+# request's place among the prompts.
 FIRST, DRAFT, ACCEPT, SYNTHETIC = 0, 1 << 20, 2 << 20, 3 << 20
 # The constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators), as int64.
 _GOLDEN, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685

@@ -117,7 +117,7 @@ class Sampling:
 
 
 def _is_whole(value: Any, end: int) -> bool:
-    return isinstance(value, Integral) and 0 <= value < end
+    return isinstance(value, Integral) and 0 <= int(value) < end
 
 
 def as_shape(shape: Any) -> DraftShape:

@@ -78,7 +78,12 @@ class Speculator:
         self.shapes = tuple(dict.fromkeys(map(as_shape, shapes)))
         self.graphs = _ways(graphs)
         self.batch_sizes = _batch_sizes(batch_sizes, max_requests)
-        self.max_requests, self.max_seq_len, self.synthetic = max_requests, max_seq_len, synthetic
+        self.max_requests, self.max_seq_len = max_requests, max_seq_len
+        self._decreed = {
+            shape: Synthetic.of(synthetic, shape.steps)
+            for shape in self.shapes
+            if shape.steps and synthetic is not None
+        }
         _check_models(model, draft, self.shapes, page_size)
         self._drafts = draft is not None and any(shape.steps for shape in self.shapes)
         draft = draft if self._drafts else None
@@ -177,10 +182,9 @@ class Speculator:
         tokens = [request.tokens for request in requests]
         if not return_stats:
             return tokens
-        decreed = None
-        if self.synthetic is not None and chosen.steps:
-            decreed = Synthetic.of(self.synthetic, chosen.steps).accept_length
-        return tokens, Statistics(tuple(request.counts for request in requests), decreed)
+        decreed = self._decreed.get(chosen)
+        counts = tuple(request.counts for request in requests)
+        return tokens, Statistics(counts, decreed.accept_length if decreed is not None else None)
 
     def _requests(
         self,
@@ -262,10 +266,7 @@ class Speculator:
         made = Round.make(
             shape, size, self._sizes, self._table, self._cache, self._draft_cache, sampled=sampled
         )
-        decreed = None
-        if self.synthetic is not None and shape.steps:
-            decreed = Synthetic.of(self.synthetic, shape.steps)
-        phases = Phases(self._models, made, self._state, rule, decreed)
+        phases = Phases(self._models, made, self._state, rule, self._decreed.get(shape))
         bodies: dict[str, Callable[[str], None]] = {"draft": phases.draft, "verify": phases.verify}
         if shape.steps:
             bodies["extend"] = phases.extend
