@@ -33,7 +33,7 @@ def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pg.reset()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where a test that works anywhere should run."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

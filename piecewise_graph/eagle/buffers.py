@@ -42,6 +42,7 @@ STATE = (
     Field("top_k", ("R",)),
     Field("top_p", ("R",), torch.float32, pad=1),
     Field("seed", ("R",), torch.int64),
+    Field("place", ("R",)),  # among the prompts: decreed acceptance differs even where seeds do not
 )
 
 # Features of the latest plain rounds, for a draft that has to catch up; row `position % G`.

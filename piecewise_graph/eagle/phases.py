@@ -24,7 +24,7 @@ from piecewise_graph.custom_ops import metadata as md
 from .buffers import Buffers
 from .models import Models
 from .round import Round
-from .sampling import ACCEPT, DRAFT, distribution, draw, uniforms
+from .sampling import ACCEPT, DRAFT, SYNTHETIC, distribution, draw, uniforms
 from .synthetic import Synthetic
 
 GREEDY, SAMPLED, FILTERED = RULES = ("greedy", "sampled", "filtered")
@@ -157,7 +157,8 @@ class Phases:
         round, tree, accepted = self.round, self.round.tree, self.round.accepted
         size, nodes = round.size, round.shape.nodes
         if self.synthetic is not None:
-            chosen = self.synthetic.choices(tree, round.buffers, self.state.seed[round.buffers.requests])
+            number = self._uniforms(SYNTHETIC + self.state.place[round.buffers.requests])
+            chosen = self.synthetic.choices(tree, number)
             md.accept_greedy(round.batch, tree.tokens, chosen, accepted, mask=round.mask)
         elif self.rule == GREEDY:
             md.accept_greedy(round.batch, tree.tokens, logits.argmax(-1), accepted, mask=round.mask)

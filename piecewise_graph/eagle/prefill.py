@@ -150,6 +150,7 @@ class Prefill:
             "top_k": [request.sampling.top_k for request in requests],
             "top_p": [request.sampling.top_p for request in requests],
             "seed": [request.sampling.seed for request in requests],
+            "place": [request.index for request in requests],
         }
         for name, values in columns.items():
             column = torch.tensor(values, dtype=self.state[name].dtype)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# What a number is drawn for; a draft's use adds its step, a test of acceptance its node.
+# What a number is drawn for; a draft's use adds its step, a test of acceptance its node, a decreed one the
+# request's place among the prompts.
 FIRST, DRAFT, ACCEPT, SYNTHETIC = 0, 1 << 20, 2 << 20, 3 << 20
 # The constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators), as int64.
 _GOLDEN, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+_COLDEST = 1e-30  # temperature: logits divided by less may overflow
 
 
 def uniforms(seed: Tensor, length: Tensor, use: Tensor) -> Tensor:
@@ -51,7 +53,7 @@ def distribution(
     """
     greedy = temperature == 0
     logits = logits.float()
-    scaled = logits / torch.where(greedy, 1.0, temperature)[..., None]
+    scaled = logits / temperature.clamp(min=_COLDEST)[..., None]
     if top_k is not None and top_p is not None:
         scaled = _filtered(scaled, top_k, top_p)
     best = torch.zeros_like(scaled).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)

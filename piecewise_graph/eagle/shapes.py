@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from .errors import SpeculatorError
@@ -100,9 +101,9 @@ class Sampling:
     def __post_init__(self) -> None:
         faults = {
             "temperature": (0 <= self.temperature < float("inf"), "pass 0 for greedy, or more."),
-            "top_k": (self.top_k >= 0, "pass how many tokens to keep; 0 = all."),
+            "top_k": (_is_whole(self.top_k, 2**31), "pass how many tokens to keep; 0 = all."),
             "top_p": (0 < self.top_p <= 1, "pass a probability above 0; 1 = all."),
-            "seed": (0 <= self.seed < 2**62, "pass a whole number from 0 to 2**62 - 1."),
+            "seed": (_is_whole(self.seed, 2**62), "pass a whole number from 0 to 2**62 - 1."),
         }
         for name, (fine, remedy) in faults.items():
             if not fine:
@@ -115,6 +116,10 @@ class Sampling:
     @property
     def filtered(self) -> bool:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
+
+def _is_whole(value: Any, end: int) -> bool:
+    return isinstance(value, Integral) and 0 <= int(value) < end
 
 
 def as_shape(shape: Any) -> DraftShape:

@@ -196,7 +196,8 @@ class Speculator:
         chosen = self._shape(shape)
         if synthetic is not None:
             for each in chosen.shapes if isinstance(chosen, Planner) else (chosen,):
-                Synthetic.of(synthetic, max(each.steps, 1), clamped=isinstance(chosen, Planner))
+                if each.steps:
+                    Synthetic.of(synthetic, each.steps, clamped=isinstance(chosen, Planner))
             if isinstance(chosen, Planner):  # what is decreed must teach nobody
                 chosen = Planner(self.shapes)
         if self._session is not None and self._session.running:

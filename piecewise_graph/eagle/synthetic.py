@@ -14,9 +14,7 @@ from torch import Tensor
 
 from piecewise_graph.custom_ops import metadata as md
 
-from .buffers import Buffers
 from .errors import SpeculatorError
-from .sampling import SYNTHETIC, uniforms
 
 
 @dataclass(frozen=True)
@@ -60,24 +58,29 @@ class Synthetic:
         """The mean that they amount to, bonus included."""
         return 1 + sum(self.rates)
 
-    def choices(self, tree: md.Tree, buffers: Buffers, seed: Tensor) -> Tensor:
+    def choices(self, tree: md.Tree, uniform: Tensor) -> Tensor:
         """What the target is said to choose at every row, int32 `[B*N]`, for accept_greedy.
 
-        Down to a drawn depth every node's first child is chosen; below, a token that no node has. So a tree
-        accepts no deeper than its best branch goes, which may be less than what was decreed.
+        Down to a depth that `uniform [B]` decides, the next node on the way to the deepest one; there, a
+        token that none of its children has. A tree that is less deep than its steps accepts less.
         """
         size, nodes = tree.next_token.shape
         tokens = tree.tokens.view(size, nodes)
-        depth = tree.positions.view(size, nodes) - buffers.seq_lens[:, None]
-        uniform = uniforms(seed, buffers.seq_lens, torch.full_like(seed, SYNTHETIC))
-        accepted = torch.stack([uniform < rate for rate in self.rates]).sum(0)
-        child = tree.next_token
-        forced = tokens.gather(1, child.clamp(min=0).long())
-        candidates = torch.arange(nodes + 1, dtype=torch.int32, device=tokens.device)
-        taken = (candidates[:, None] == tokens[:, None, :]).any(-1)  # [B, N + 1]
+        depth = tree.mask.sum(-1) - 1
+        deepest, at = depth.max(-1)
+        path = tree.mask.gather(1, at.view(-1, 1, 1).expand(-1, -1, nodes))[:, 0]
+        decreed = torch.stack([uniform < rate for rate in self.rates]).sum(0)
+        accepted = torch.minimum(decreed, deepest)[:, None]
+        # The path's tokens by depth; those of other nodes go where nobody looks.
+        by_depth = tokens.new_zeros(size, nodes + 1).scatter_(1, torch.where(path, depth, nodes), tokens)
+        goes_on = path & (depth < accepted)
+        tip = (path & (depth == accepted)).int().argmax(-1)
+        below_tip = tree.mask.gather(2, tip.view(-1, 1, 1).expand(-1, nodes, -1))[..., 0]
+        children = torch.where(below_tip & (depth == accepted + 1), tokens, -1)
+        candidates = torch.arange(nodes, dtype=torch.int32, device=tokens.device)
+        taken = (candidates[:, None] == children[:, None, :]).any(-1)
         other = (~taken).int().argmax(-1).int()
-        goes_on = (child >= 0) & (depth < accepted[:, None])
-        return torch.where(goes_on, forced, other[:, None]).flatten()
+        return torch.where(goes_on, by_depth.gather(1, depth + 1), other[:, None]).flatten()
 
 
 @cache
