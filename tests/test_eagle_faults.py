@@ -162,20 +162,6 @@ def test_target_with_a_table_of_positions_speculates_to_its_end(device: torch.de
     assert speculator.generate(PROMPTS[:1], **asked) == speculator.generate(PROMPTS[:1], shape=0, **asked)
 
 
-def test_draft_of_another_target_is_refused(device: torch.device) -> None:
-    target = build_target(device)
-    wide = build_draft(build_target(device, hidden_size=64))
-    with pytest.raises(SpeculatorError, match=r"hidden size of features is 64, the target's 32"):
-        Speculator(target, wide)
-    other = build_draft(build_target(device, vocab_size=VOCABULARY + 1))
-    with pytest.raises(SpeculatorError, match="vocabulary"):
-        Speculator(target, other)
-    with pytest.raises(SpeculatorError, match="dtype"):
-        Speculator(target, build_draft(build_target(device)).double())
-    with pytest.raises(SpeculatorError, match="top-k 65"):
-        Speculator(build_target(device), build_draft(build_target(device)), shapes=[DraftShape(2, 65, 8)])
-
-
 @pytest.mark.parametrize("name", ["pool", "outputs", "capture", "capture_sizes", "max_tokens"])
 def test_options_that_are_the_speculators_own_are_refused(device: torch.device, name: str) -> None:
     with pytest.raises(SpeculatorError, match=name):

@@ -108,12 +108,12 @@ class TestRates:
         with pytest.raises(SpeculatorError, match=f"these are no acceptance rates: {what}"):
             Synthetic.of(wanted, 3)
         with pytest.raises(SpeculatorError, match=f"these are no acceptance rates: {what}"):
-            bigrams.speculator(*models, [CHAIN], synthetic=wanted).generate([PROMPT])
+            bigrams.speculator(*models, [CHAIN], synthetic=wanted).generate([PROMPT], max_new_tokens=4)
 
     def test_must_fit_the_shape(self, models: tuple[Any, Any]) -> None:
         made = bigrams.speculator(*models, [CHAIN, DraftShape(2)], synthetic=3.5)
         with pytest.raises(SpeculatorError, match=r"a mean of 3\.5 tokens from 2 steps"):
-            made.generate([PROMPT], shape=2)
+            made.generate([PROMPT], shape=2, max_new_tokens=4)
 
     def test_do_not_matter_to_plain_decoding(self, models: tuple[Any, Any]) -> None:
         """Nothing is drafted, so nothing can be decreed."""

@@ -1,0 +1,396 @@
+"""Requests of the speculative loop: where they end, what they wait for, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from eagle_cases import (
+    CHAINS,
+    QUICK,
+    TREES,
+    VOCABULARY,
+    all_free,
+    assert_greedy,
+    greedy,
+    one_state_for_all_tests,
+    random_head,
+    rounds_of,
+    small_pair,
+    small_prompts,
+    small_target,
+    twin,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import piecewise_graph as pg
+from piecewise_graph.custom_ops.errors import AttentionError, CacheError
+from piecewise_graph.eagle import DraftShape, Sampling, Speculator, SpeculatorError
+
+PLAIN = DraftShape(0)
+SHAPES = [CHAINS[4], TREES[2], PLAIN]
+LENGTH = 40  # max_seq_len
+ROOM = max(shape.room for shape in SHAPES)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_process_state() -> Iterator[None]:
+    with one_state_for_all_tests():
+        yield
+
+
+def make(kind: str = "twin", **asked: Any) -> Speculator:
+    """A loop that is not compiled; what is refused is refused there too."""
+    target, _, draft = small_pair(kind)
+    options = {"shapes": SHAPES, "max_requests": 4, "max_seq_len": LENGTH, "graphs": "eager"}
+    return Speculator(target, draft, **(options | asked))
+
+
+@pytest.fixture(scope="module")
+def loop() -> Speculator:
+    return make()
+
+
+def answers(prompts: list[list[int]], count: int) -> list[list[int]]:
+    return [each.tokens for each in greedy(small_pair("twin")[1], prompts, count)]
+
+
+# Where a request ends.
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ends_after_as_many_tokens_as_were_asked_for(shape: DraftShape, loop: Speculator) -> None:
+    """Every number of them, so at every place of a window."""
+    prompt, counts = small_prompts([6])[0], list(range(1, 15))
+    asked: Any = {"max_new_tokens": counts, "shape": shape, "return_stats": True}
+    found, statistics = loop.generate([prompt] * 14, **asked)
+    assert found == [answers([prompt], 14)[0][:n] for n in counts]
+    for count, of in zip(counts, statistics.requests, strict=True):
+        assert of.num_tokens >= count - 1  # the window's tail is counted, and dropped
+        assert of.num_tokens - (count - 1) <= shape.steps
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_stop_token_is_the_last_one(shape: DraftShape, loop: Speculator) -> None:
+    """Wherever it stands; the same answer is stopped at each of its tokens in turn."""
+    prompt = small_prompts([7])[0]
+    answer = answers([prompt], 14)[0]
+    for token in answer:
+        found = loop.generate([prompt], max_new_tokens=14, stop=[token], shape=shape)
+        assert found == [answer[: answer.index(token) + 1]]
+    assert loop.generate([prompt], max_new_tokens=14, stop=answer, shape=shape) == [answer[:1]]
+    absent = next(token for token in range(VOCABULARY) if token not in answer)
+    assert loop.generate([prompt], max_new_tokens=14, stop=[absent], shape=shape) == [answer]
+    assert all_free(loop)
+
+
+def test_stopped_requests_make_room_for_others(loop: Speculator) -> None:
+    prompts = small_prompts([3, 8, 5, 2, 9, 4, 6, 7, 1])
+    wanted = answers(prompts, 12)
+    stop = sorted({answer[4] for answer in wanted})
+    ends = [next((i for i, t in enumerate(answer) if t in stop), 11) for answer in wanted]
+    found = loop.generate(prompts, max_new_tokens=12, stop=stop)
+    assert found == [answer[: end + 1] for answer, end in zip(wanted, ends, strict=True)]
+    assert all_free(loop)
+
+
+def test_one_token_takes_no_round() -> None:
+    """Prefill made it."""
+    loop = make(graphs={"prefill": "eager"})
+    with pg.counters.expect(phase_captures=0, phase_replays=0):
+        found, statistics = loop.generate([[1, 2], [3]] * 9, max_new_tokens=1, return_stats=True)
+    assert found == answers([[1, 2], [3]], 1) * 9
+    assert statistics.total.num_rounds == statistics.total.num_drafts == 0
+    assert statistics.mean_acceptance_length == 1
+    assert statistics.acceptance_rates == ()
+
+
+def test_nothing_is_asked_for(loop: Speculator) -> None:
+    found, statistics = loop.generate([], return_stats=True)
+    assert found == []
+    assert statistics.requests == ()
+    assert statistics.to_dict()["num_rounds"] == 0
+
+
+def test_request_fills_its_sequence_to_the_end(loop: Speculator) -> None:
+    prompts = small_prompts([LENGTH - 1, LENGTH - 6, 1])
+    counts = [LENGTH - len(prompt) for prompt in prompts]
+    for shape in SHAPES:
+        found = loop.generate(prompts, max_new_tokens=counts, shape=shape)
+        assert_greedy(found, greedy(small_pair("twin")[1], prompts, counts), counts)
+
+
+# Plain decoding.
+
+
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_plain_decoding_makes_one_token_a_round(with_draft: bool) -> None:
+    target, _, draft = small_pair("twin")
+    loop = Speculator(
+        target, draft if with_draft else None, shapes=[0], max_requests=2, max_seq_len=LENGTH, graphs="eager"
+    )
+    prompts, counts = small_prompts([4, 1, 11]), [7, 1, 12]
+    found, statistics = loop.generate(prompts, max_new_tokens=counts, return_stats=True)
+    assert found == [answer[:n] for answer, n in zip(answers(prompts, 12), counts, strict=True)]
+    assert [of.num_rounds for of in statistics.requests] == [rounds_of(n, 1) for n in counts]
+    assert [of.num_tokens for of in statistics.requests] == [n - 1 for n in counts]
+    total = statistics.total
+    assert total.num_drafts == total.num_draft_tokens == total.num_accepted_tokens == 0
+    assert statistics.mean_acceptance_length == 1
+    assert all_free(loop)
+
+
+# Waiting.
+
+
+def test_requests_wait_for_a_slot(loop: Speculator) -> None:
+    prompts, counts = small_prompts([2, 5, 3, 9, 1, 4, 6]), [12, 1, 3, 9, 14, 2, 7]
+    session, requests = loop.session(prompts, max_new_tokens=counts)
+    most = 0
+    while session.unfinished:
+        session.step()
+        most = max(most, len(session.running))
+        assert len(session.running) + len(session.waiting) == session.unfinished
+    assert most <= loop.max_requests
+    wanted = answers(prompts, max(counts))
+    assert [r.tokens for r in requests] == [a[:n] for a, n in zip(wanted, counts, strict=True)]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_requests_wait_for_pages(page_size: int) -> None:
+    """Each takes pages for all its tokens and a round's room; as many run as fit, first come first served."""
+    count, shapes = 6, [3] if page_size > 1 else SHAPES
+    room = max(DraftShape(3).room if page_size > 1 else ROOM, 1)
+    prompts = small_prompts([10] * 5)
+    needed = -(-(10 + count + room) // page_size)
+    loop = make(shapes=shapes, page_size=page_size, num_pages=1 + 2 * needed + needed // 2)
+    session, requests = loop.session(prompts, max_new_tokens=count)
+    together = []
+    while session.unfinished:
+        session.step()
+        together.append(len(session.running))
+    assert max(together) <= 2
+    assert [request.tokens for request in requests] == answers(prompts, count)
+    assert all_free(loop)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=6),
+    st.integers(29 + ROOM, 120), st.integers(1, 5), st.sampled_from(SHAPES), st.integers(0, 99),
+)  # fmt: skip
+def test_any_page_pressure(
+    asked: list[tuple[int, int]], pages: int, at_once: int, shape: DraftShape, seed: int
+) -> None:
+    """Enough pages for each alone is enough for all."""
+    loop = make(num_pages=1 + pages, max_requests=at_once)
+    prompts, counts = small_prompts([length for length, _ in asked], seed), [count for _, count in asked]
+    found = loop.generate(prompts, max_new_tokens=counts, shape=shape)
+    assert_greedy(found, greedy(small_pair("twin")[1], prompts, counts), counts)
+    assert all_free(loop)
+
+
+def test_prefill_takes_as_many_rows_as_it_may() -> None:
+    """Prompts share a batch, and one that does not fit goes on in the next."""
+    rows, lengths = 8, [30, 1, 5, 16, 2]
+    ways = dict.fromkeys(("draft", "verify", "extend"), "eager")
+    target = small_target()
+    loop = Speculator(
+        target, twin(target), shapes=[1], max_requests=5, max_seq_len=LENGTH, prefill_rows=rows,
+        graphs=ways | {"prefill": "piecewise"}, **QUICK,
+    )  # fmt: skip
+    loop.prepare()
+    prompts = small_prompts(lengths)
+    batches = -(-sum(lengths) // rows)
+    with pg.counters.expect(replays=2 * batches, tapes=0, captures=0):  # the target and the draft
+        found = loop.generate(prompts, max_new_tokens=4)
+    assert_greedy(found, greedy(small_target("sdpa"), prompts, 4), [4] * 5)
+
+
+# What cannot be served.
+
+
+def generates(loop: Speculator) -> bool:
+    """The loop still works, and owes nothing."""
+    prompts = small_prompts([3, 9])
+    return loop.generate(prompts, max_new_tokens=7) == answers(prompts, 7) and all_free(loop)
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_request_too_large_for_all_pages(at: int) -> None:
+    loop = make(num_pages=30 + ROOM)
+    prompts = small_prompts([3] * 3)
+    prompts.insert(at, small_prompts([20])[0])
+    with pytest.raises(CacheError, match="more pages of 1 tokens are wanted"):
+        loop.generate(prompts, max_new_tokens=10)
+    assert all_free(loop)
+    assert generates(loop)
+
+
+def test_tree_wider_than_the_targets_window_is_refused() -> None:
+    """When its round is made; the loop goes on with what fits."""
+    target = small_target(window=8)
+    loop = Speculator(
+        target, twin(target), shapes=[TREES[2], 2], max_requests=2, max_seq_len=LENGTH, graphs="eager"
+    )
+    with pytest.raises(AttentionError, match="a sliding window of 8 tokens and a tree mask of 16"):
+        loop.generate([[1, 2], [3]], max_new_tokens=9)
+    assert all_free(loop)
+    prompts = small_prompts([12, 3])
+    found = loop.generate(prompts, max_new_tokens=9, shape=2)
+    assert_greedy(found, greedy(small_target("sdpa", window=8), prompts, 9), [9, 9])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no prompt": ({"prompts": [[1], []]}, "request 1 cannot be served: its prompt is empty"),
+    "token above": ({"prompts": [[1], [2, VOCABULARY]]}, f"request 1 .* token {VOCABULARY} of its prompt"),
+    "token below": ({"prompts": [[-1]]}, f"token -1 of its prompt is none of the target's {VOCABULARY}"),
+    "no tokens": ({"max_new_tokens": 0}, "request 0 .* max_new_tokens is 0"),
+    "one of none": ({"prompts": [[1]] * 2, "max_new_tokens": [3, -1]}, "request 1 .* max_new_tokens is -1"),
+    "too long": ({"max_new_tokens": LENGTH}, f"1 prompt tokens and {LENGTH} new ones are {LENGTH + 1}"),
+    "counts": ({"max_new_tokens": [1, 2]}, "2 values of max_new_tokens for 1 prompts"),
+    "samplings": ({"sampling": [Sampling()] * 3}, "3 values of sampling for 1 prompts"),
+    "no samplings": ({"sampling": []}, "0 values of sampling for 1 prompts"),
+    "shape": ({"shape": DraftShape(2, 2)}, "a tree of 2 steps, top-k 2, 7 tokens was not named"),
+    "steps": ({"shape": 4}, "a chain of 4 was not named .* has a chain of 5, a tree of 3"),
+    "half a step": ({"shape": 1.5}, "steps=1.5"),
+    "word": ({"shape": "best"}, "steps='best'"),
+    "phase": ({"graphs": {"prefil": "eager"}}, "graphs={'prefil': 'eager'} names no phase"),
+    "way": ({"graphs": "fast"}, "graphs={'draft': 'fast'} names no phase, or no way"),
+    "rates": ({"synthetic": 9.0, "shape": 5}, "a mean of 9.0 tokens from 5 steps"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_anything_runs(case: str, loop: Speculator) -> None:
+    asked, what = REFUSED[case]
+    with pytest.raises(SpeculatorError, match=what) as caught:
+        loop.generate(**({"prompts": [[1]], "max_new_tokens": 2} | asked))
+    assert "What to do:" in str(caught.value)
+    assert generates(loop)
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("place", ["prefill", "round"])
+def test_interrupted_generation_leaves_nothing_behind(place: str) -> None:
+    loop, target = make(), small_pair("twin")[0]
+    prompts = small_prompts([3, 8, 5, 2, 9, 4])
+    session, _ = loop.session(prompts, max_new_tokens=20)
+    if place == "round":
+        session.step()
+    hook = target.register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.step()
+    hook.remove()
+    session.close()
+    assert all_free(loop)
+    assert generates(loop)
+
+
+# Loops and shapes that cannot be.
+
+LOOPS: dict[str, tuple[dict[str, Any], str]] = {
+    "no shape": ({"shapes": []}, "no round can have this shape"),
+    "pages": ({"page_size": 16}, "a tree of 3 steps, top-k 4, 16 tokens, with pages of 16 tokens"),
+    "requests": ({"max_requests": 0}, "max_requests=0"),
+    "batches": ({"batch_sizes": [4, 0]}, r"batch_sizes=\[4, 0\]"),
+    "prefill": ({"prefill_rows": 0}, "prefill_rows=0"),
+    "way": ({"graphs": "quick"}, "graphs={'draft': 'quick'}"),
+    "phase": ({"graphs": {"drafting": "full"}}, "graphs={'drafting': 'full'} names no phase"),
+    "full prefill": ({"graphs": {"prefill": "full"}}, "graphs={'prefill': 'full'}"),
+    "steps": ({"shapes": [-1]}, "-1 steps"),
+}
+
+
+@pytest.mark.parametrize("case", LOOPS)
+def test_loop_is_refused(case: str) -> None:
+    asked, what = LOOPS[case]
+    with pytest.raises(SpeculatorError, match=f"(?s){what}.*What to do:"):
+        make(**asked)
+
+
+def test_ways_of_one_generation_are_the_loops_own_but_for_those_named() -> None:
+    """A chain of one token drafts without a forward, so nothing is compiled for it."""
+    loop = make("eagle1", shapes=[1])
+    with pg.counters.expect(traces=0, phase_captures=0):
+        loop.generate([[1, 2]], max_new_tokens=4, graphs={"draft": "compiled"})
+
+
+def test_loop_without_a_draft_is_refused() -> None:
+    with pytest.raises(SpeculatorError, match="a chain of 5 needs a draft model"):
+        Speculator(small_pair("twin")[0], shapes=SHAPES)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_that_is_not_ours_is_refused(attention: str) -> None:
+    target = small_target(attention)
+    with pytest.raises(SpeculatorError, match=f"attention is '{attention}'"):
+        Speculator(target, shapes=[0])
+
+
+def other_vocabulary() -> Any:
+    return small_target(vocabulary=VOCABULARY // 2)
+
+
+def other_width() -> Any:
+    return small_target(hidden=64)
+
+
+@pytest.mark.parametrize("other", [other_vocabulary, other_width])
+def test_draft_of_another_target_is_refused(other: Callable[[], Any]) -> None:
+    with pytest.raises(SpeculatorError, match=r"the draft's (vocabulary|hidden size of features) is"):
+        Speculator(small_pair("twin")[0], twin(other()), shapes=[1])
+
+
+def test_draft_that_reads_layers_the_target_has_not_is_refused() -> None:
+    draft = random_head(small_target(layers=5), "eagle3")
+    with pytest.raises(SpeculatorError, match="input of target layer 4; the target has layers 0 to 2"):
+        Speculator(small_pair("twin")[0], draft, shapes=[1])
+
+
+def test_more_branches_than_the_draft_has_tokens_are_refused() -> None:
+    with pytest.raises(SpeculatorError, match=r"top-k 33 of a draft with 32 tokens"):
+        make("eagle3", shapes=[DraftShape(1, 33, 4)])
+
+
+IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
+    "no steps": ({"steps": -1}, "-1 steps with top-k 1"),
+    "no branch": ({"steps": 2, "topk": 0}, "2 steps with top-k 0"),
+    "tree without depth": ({"steps": 0, "topk": 2}, "0 steps with top-k 2"),
+    "half a step": ({"steps": 1.5}, "steps=1.5"),
+    "half a branch": ({"steps": 1, "topk": 1.5}, "topk=1.5"),
+    "half a token": ({"steps": 3, "topk": 2, "num_draft_tokens": 7.5}, "num_draft_tokens=7.5"),
+    "short chain": ({"steps": 3, "num_draft_tokens": 3}, "3 draft tokens of 3 steps"),
+    "long chain": ({"steps": 3, "num_draft_tokens": 5}, "5 draft tokens of 3 steps"),
+    "root alone": ({"steps": 2, "topk": 2, "num_draft_tokens": 1}, "1 draft tokens of 2 steps"),
+    "more than drafted": ({"steps": 2, "topk": 2, "num_draft_tokens": 8}, "8 draft tokens of 2 steps"),
+    "more than kernels hold": ({"steps": 5, "topk": 8, "num_draft_tokens": 257}, "257 draft tokens"),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_shape_is_refused(case: str) -> None:
+    asked, what = IMPOSSIBLE[case]
+    with pytest.raises(SpeculatorError, match=f"(?s){what}.*What to do:"):
+        DraftShape(**asked)
+
+
+SAMPLINGS: dict[str, Any] = {
+    "temperature": [-0.1, float("inf"), float("nan")],
+    "top_k": [-1],
+    "top_p": [0.0, 1.1, float("nan")],
+    "seed": [-1, 2**62],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name in SAMPLINGS for value in SAMPLINGS[name]]
+)
+def test_sampling_is_refused(name: str, value: float) -> None:
+    with pytest.raises(SpeculatorError, match=f"(?s){name}={value}.*What to do:"):
+        Sampling(**{name: value})
