@@ -71,8 +71,6 @@ def small_target(
     window: int | None = None,
     bigram: bool = False,
     layers: int = 1,
-    hidden: int = 32,
-    vocabulary: int = VOCABULARY,
     dtype: Any = torch.float32,
 ) -> Any:
     """A Mistral with random weights, always the same ones, and sharp distributions.
@@ -83,7 +81,7 @@ def small_target(
     """
     pg.register_attention()
     config = transformers.MistralConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=48, num_hidden_layers=layers,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=window,
         max_position_embeddings=512, attn_implementation=attention,
     )  # fmt: skip

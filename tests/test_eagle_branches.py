@@ -164,7 +164,6 @@ def test_branches_see_their_own_ancestors_and_nobody_else(shape: DraftShape, kin
     prompts = small_prompts(LENGTHS, seed)
     with watching(target, "position_ids") as verified, watching(draft, "hidden") as drafted:
         session, requests = loop.session(prompts, max_new_tokens=2 * shape.steps + 4)
-        known = [[*prompt] for prompt in prompts]
         for _ in range(2):
             lengths = [max(len(request.tokens), 1) for request in requests]
             session.step()

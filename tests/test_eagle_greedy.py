@@ -123,8 +123,8 @@ def test_trees_accept_no_less_than_chains_of_their_depth(head: str, loops: Loops
     """They hold the chain and more: what they lost if branches attended to their siblings."""
 
     def accept_length(shape: DraftShape) -> float:
-        asked: Any = {"max_new_tokens": COUNTS[1::3], "return_stats": True}
-        return loops(head).generate(PROMPTS[1::3], shape=shape, **asked)[1].mean_acceptance_length
+        asked: Any = {"max_new_tokens": COUNTS[1::5], "return_stats": True}
+        return loops(head).generate(PROMPTS[1::5], shape=shape, **asked)[1].mean_acceptance_length
 
     for chain, tree in ((CHAINS[1], TREES[0]), (CHAINS[2], TREES[2]), (CHAINS[4], TREES[1])):
         assert accept_length(tree) >= accept_length(chain)
@@ -170,11 +170,11 @@ def test_draft_that_is_the_target_is_accepted_whole(window: int | None) -> None:
 class InTurn(Planner):
     """Every shape, one after the other."""
 
-    def knows(self, size: int) -> bool:
+    def knows(self, place: Any) -> bool:
         return True
 
-    def choose(self, size: int) -> Choice:
-        return Choice(self.shapes[self._rounds % len(self.shapes)], size, (), False)
+    def choose(self, place: Any) -> Choice:
+        return Choice(self.shapes[self._rounds % len(self.shapes)], place[0], (), False)
 
 
 def test_rounds_of_all_shapes_follow_each_other() -> None:
@@ -200,7 +200,7 @@ def test_rounds_of_all_shapes_follow_each_other() -> None:
 # Any shape, any batch: small models, without compiling.
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shapes_of_rounds(), st.sampled_from(["twin", "eagle1", "eagle3"]), st.integers(1, 16), st.integers(1, 6),
     st.integers(1, 40), st.integers(0, 99),

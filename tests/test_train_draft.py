@@ -271,7 +271,7 @@ def test_smoke_run_does_not_overwrite_the_published_heads() -> None:
 
 
 def test_steps_are_fitted_to_the_time() -> None:
-    settings = train_draft.Settings(**train_draft.SMOKE | {"steps": 10**9, "minutes": 0.02, "unroll": 2})
+    settings = train_draft.Settings(**train_draft.SMOKE | {"steps": 10**9, "minutes": 0.1, "unroll": 2})
     target = train_draft.load_target(train_draft.TARGET, "cpu")
     stream = torch.randint(3, 259, (3000,), dtype=torch.int16)
     draft = train_draft.build_draft("eagle3", target, stream, 0)
