@@ -10,7 +10,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any
 
@@ -143,6 +143,16 @@ def raise_recompile_limit() -> None:
     """Dynamo counts traces per code object, which all models of a class share; 8 are few for a server."""
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 64)
+
+
+def floats_stay_constants() -> AbstractContextManager[Any]:
+    """Trace a module's numbers (an attention's scale) as they are.
+
+    Dynamo remembers by the line of code what differed between two traces. A second model of a class, with
+    another scale, would get it as a symbol, and symbolic floats cannot cross a cut.
+    """
+    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(specialize_float=True)
+    return patched
 
 
 def guard_every_weight() -> None:

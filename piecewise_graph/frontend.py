@@ -83,6 +83,7 @@ class CompiledModel:
         self.family = Family(config)
         self._traces: list[Callable[..., Any]] = []
         self._guarded: Callable[..., Any] | None = None
+        self._untraced: Callable[..., Any] | None = None  # the latest trace, until its first call
         self._at_one_token: list[Signature] | None = None
         self._answered = False
         # Dynamo's cache lives as long as the code it compiled; graphs should not.
@@ -186,10 +187,17 @@ class CompiledModel:
 
     def _call(self, trace: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.family.ran = 0
-        result = trace(*args, **kwargs)
+        result = self._traced(trace, args, kwargs)
         if not self.family.ran:
             self._count_fallback("not_traced_by_dynamo")
         return result
+
+    def _traced(self, trace: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if trace is not self._untraced:
+            return trace(*args, **kwargs)
+        self._untraced = None
+        with _torch.floats_stay_constants():
+            return trace(*args, **kwargs)
 
     def _count_fallback(self, reason: str) -> None:
         counters.fallback(reason)
@@ -197,7 +205,8 @@ class CompiledModel:
 
     def _new_trace(self, guards: str) -> Callable[..., Any]:
         options: Any = {"guard_filter_fn": _torch.drop_shape_guards} if guards == "relaxed" else None
-        return torch.compile(self._model, backend=_FamilyBackend(self.family), options=options)
+        self._untraced = torch.compile(self._model, backend=_FamilyBackend(self.family), options=options)
+        return self._untraced
 
     def _trace_longer(
         self,
@@ -211,9 +220,10 @@ class CompiledModel:
         _mark({name: longer[id(tensors[name])] for name in dims}, dims, named=set(dims))
         self.family.tracing = True
         try:
-            self._traces[0](
-                *(longer.get(id(value), value) for value in args),
-                **{name: longer.get(id(value), value) for name, value in kwargs.items()},
+            self._traced(
+                self._traces[0],
+                tuple(longer.get(id(value), value) for value in args),
+                {name: longer.get(id(value), value) for name, value in kwargs.items()},
             )
         except (TracedOnly, RuntimeError):
             pass  # a model that cannot take the repeated row is traced at T = 1 by the call itself

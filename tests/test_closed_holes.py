@@ -235,3 +235,24 @@ def test_kernels_wait_before_they_touch_memory(case: str, triton_code: Callable[
     for source in sources:
         wait = source.find("gdc_wait")
         assert 0 <= wait < min(m.start() for m in re.finditer(r"tl\.(load|store|atomic)", source))
+
+
+class Scaled(nn.Module):
+    """A number of the module goes to a splitting op, as an attention's scale does."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.linear(x)[None]
+        return F.scaled_dot_product_attention(q, q, q, scale=self.scale)[0] + x
+
+
+def test_models_of_a_class_that_differ_in_a_number_are_each_captured() -> None:
+    """Dynamo makes a symbol of what differed before on the same line, and symbolic floats cross no cut."""
+    for scale in (0.5, 0.25, 0.125):
+        model = Scaled(scale)
+        fast = pg.compile(model, compiler="eager", capture_sizes=[4], max_tokens=4, token_dim={"x": 0})
+        with pg.counters.expect(traces=1, tapes=1, replays=2, fallbacks=0):
+            agrees(fast, model, counts=(4, 3, 4))

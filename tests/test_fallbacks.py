@@ -165,9 +165,9 @@ CASES = {
     # the trace is valid below 6 only, and no bucket below 6 holds 5 tokens
     "bucket_outside_trace": Case(a(branch_at_six), counts=(3, 5, 5), hits=2),
     "cuda_graphs_off": Case(lambda d: Blocks().to(d), options={"cuda_graphs": "off"}),
-    # a Python float that changes becomes a tensor that is read back to the host; the first call has it fixed
+    # a Python float that changes becomes a tensor that is read back to the host; two calls have it fixed
     "data_dependent": Case(
-        a(lambda x, factor: ops.mix(x) * factor), calls=scalar_changes, hits=2, counts=(3, 4, 5)
+        a(lambda x, factor: ops.mix(x) * factor), calls=scalar_changes, hits=2, counts=(3, 4, 5, 6)
     ),
     "derived_size": Case(a(doubled_tokens), counts=(3, 3, 4, 4), hits=2),
     "grad_enabled": Case(lambda d: Blocks().to(d), around=lambda d: torch.enable_grad()),

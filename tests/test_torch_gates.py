@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -635,6 +636,26 @@ def test_a_number_is_told_from_a_size() -> None:
 def test_a_server_may_hold_more_models_of_a_class_than_dynamo_allows_for() -> None:
     _torch.raise_recompile_limit()
     assert torch._dynamo.config.recompile_limit >= 64
+
+
+class Times(nn.Module):
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.number
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_number_that_differs_between_modules_is_traced_as_it_is(constant: bool) -> None:
+    """Without it, it would be a symbol: an argument of the graph."""
+    traced = Traced()
+    for number in (0.5, 0.25):
+        compiled = torch.compile(Times(number), backend=traced)
+        with _torch.floats_stay_constants() if constant else nullcontext():
+            assert compiled(torch.ones(2))[0] == number
+    assert [len(inputs) for inputs in traced.inputs] == ([1, 1] if constant else [1, 2])
 
 
 def test_dynamo_looks_at_every_weight() -> None:
