@@ -159,8 +159,9 @@ def test_branches_see_their_own_ancestors_and_nobody_else(shape: DraftShape, kin
     """In the target and in the draft, in the first round and in one that follows a commit."""
     target, plain, draft = small_pair(kind)
     loop = Speculator(
-        target, draft, shapes=[shape], max_requests=SIZE, batch_sizes=[SIZE], max_seq_len=40, graphs="eager"
-    )
+        target, draft, shapes=[shape], max_requests=SIZE, batch_sizes=[SIZE], max_seq_len=40, prefill_rows=4,
+        graphs="eager",
+    )  # fmt: skip
     prompts = small_prompts(LENGTHS, seed)
     with watching(target, "position_ids") as verified, watching(draft, "hidden") as drafted:
         session, requests = loop.session(prompts, max_new_tokens=2 * shape.steps + 4)

@@ -140,8 +140,9 @@ def exact_loop(window: int | None, shapes: Sequence[DraftShape]) -> tuple[Specul
     features: Any = {"window": window, "bigram": window is None}
     target = small_target(**features)
     loop = Speculator(
-        target, twin(target), shapes=shapes, max_requests=4, batch_sizes=[1], max_seq_len=60, **QUICK
-    )
+        target, twin(target), shapes=shapes, max_requests=4, batch_sizes=[1], max_seq_len=60, prefill_rows=11,
+        **QUICK,
+    )  # fmt: skip
     return loop, small_target("sdpa", **features)
 
 
