@@ -63,7 +63,7 @@ class Pair:
         looked_up = {id(self.draft.embed_tokens.weight)} - {id(self.draft.lm_head.weight)}
         self.draft_bytes = sum(p.nbytes for p in self.draft.parameters() if id(p) not in looked_up)
         began = time.perf_counter()
-        exact = [] if options.no_specialize else [1, STEPS + 1]
+        exact = [int(size) for size in options.specialize.split(",") if size]
         compiled: dict[str, Any] = {"compiler": options.compiler, "specialize": exact}
         self.speculator = Speculator(
             self.target,
@@ -77,8 +77,9 @@ class Pair:
             options={**compiled, "merge_linears": True},
             draft_options=compiled,
         )
-        self.run(1, "full", 1.0)()
+        first = self.run(1, "full", 1.0)
         self.start_seconds = time.perf_counter() - began
+        first.close()  # type: ignore[attr-defined]
 
     def run(self, batch: int, graphs: Any, accept_length: float, shape: int = STEPS) -> Callable[[], None]:
         """One round of `batch` requests that begin at the same length every few rounds."""
@@ -234,7 +235,9 @@ def _options(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--bandwidth", type=float, help="bytes per second, None = measured")
     parser.add_argument("--compiler", default="inductor")
-    parser.add_argument("--no-specialize", action="store_true", help="no code of their own for 1 and 4 rows")
+    parser.add_argument(
+        "--specialize", default=f"1,{STEPS + 1}", help="row counts with code of their own; empty = none"
+    )
     parser.add_argument("--no-pair", action="store_true", help="leave out the trained pair")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_eagle.json")
     return parser.parse_args(given)

@@ -78,6 +78,17 @@ def test_host(tmp_path: Path) -> None:
     assert found["marks"] == []  # stand-ins compute what graphs launch: host time says nothing here
 
 
+def test_eagle(tmp_path: Path) -> None:
+    options = ["--heads", "eagle1", "--batches", "1,2", "--turns", "1", "--specialize", "", "--no-pair"]
+    found = run("bench_eagle", options, tmp_path / "out.json")
+    rows = [row for row in found["rows"] if "graphs" in row]
+    sides = ["full", "piecewise", "draft eager", "verify eager", "extend eager", "extend compiled", "plain"]
+    for requests in (1, 2):
+        mine = [row for row in rows if row["requests"] == requests]
+        assert [row["graphs"] for row in mine] == [*sides, "full", "plain"]
+        assert {row["synthetic_accept_length"] for row in mine if row["graphs"] == "full"} == {1.0, 2.5}
+
+
 def test_compare(tmp_path: Path) -> None:
     options = ["--tokens", "1,4", "--sides", SIDES]
     found = run("bench_compare", options, tmp_path / "out.json")
