@@ -85,25 +85,25 @@ class Pair:
         """One round of `batch` requests that begin at the same length every few rounds."""
         vocabulary = self.target.config.vocab_size
         prompts = [[(7 * i + j) % vocabulary for j in range(CONTEXT)] for i in range(batch)]
-        session, _ = self.speculator.session(
+        engine, _ = self.speculator.session(
             prompts,
             max_new_tokens=NEW,
             shape=shape,
             graphs=graphs,
             synthetic=accept_length if shape else None,
         )
-        session.step()
+        engine.step()
         rounds = 0
 
         def step() -> None:
             nonlocal rounds
             rounds += 1
             if rounds * (STEPS + 1) > NEW // 2:
-                session.rewind()
+                engine.rewind()
                 rounds = 0
-            session.step()
+            engine.step()
 
-        step.close = session.close  # type: ignore[attr-defined]
+        step.close = engine.close  # type: ignore[attr-defined]
         return step
 
 

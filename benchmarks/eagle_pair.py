@@ -81,17 +81,17 @@ def _decode_seconds(speculator: Speculator, prompts: Sequence[list[int]], shape:
     """(seconds per token of a request, prefill left out; statistics)."""
     from piecewise_graph.eagle import Statistics
 
-    session, requests = speculator.session(prompts, max_new_tokens=NEW, shape=shape)
+    engine, requests = speculator.session(prompts, max_new_tokens=NEW, shape=shape)
     try:
-        session.step()
+        engine.step()
         before = sum(len(request.tokens) for request in requests)
         began = time.perf_counter()
-        while session.unfinished:
-            session.step()
+        while engine.unfinished:
+            engine.step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         taken = time.perf_counter() - began
     finally:
-        session.close()
+        engine.close()
     made = sum(len(request.tokens) for request in requests) - before
     return taken * len(prompts) / made, Statistics(tuple(request.counts for request in requests))

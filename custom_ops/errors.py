@@ -99,9 +99,9 @@ class CacheError(PiecewiseError):
         )
 
     @classmethod
-    def too_long(cls, slot: int, tokens: int, limit: int) -> CacheError:
+    def too_long(cls, who: str, tokens: int, limit: int) -> CacheError:
         return cls(
-            f"request slot {slot} would hold {tokens} tokens; a row of the block table has room for {limit}.",
+            f"{who} would hold {tokens} tokens; a row of the block table has room for {limit}.",
             "raise max_seq_len of the RequestTable, or stop the request earlier.",
         )
 

@@ -150,7 +150,7 @@ class RequestTable:
         wanted: dict[int, int] = {}
         for slot, count in tokens.items():
             if count > self.max_pages * self.page_size:
-                raise CacheError.too_long(slot, count, self.max_pages * self.page_size)
+                raise CacheError.too_long(f"request slot {slot}", count, self.max_pages * self.page_size)
             wanted[slot] = max(-(-count // self.page_size) - len(self._owned(slot)), 0)
         total = sum(wanted.values())
         if total > self.free_pages:
@@ -158,6 +158,18 @@ class RequestTable:
         for slot, count in wanted.items():
             for _ in range(count):
                 self._append(slot, self._free_pages.pop())
+
+    def check_fits(self, tokens: int) -> None:
+        """Refuse what a request could not hold even if it had all pages.
+
+        Raises:
+            CacheError: it could not.
+        """
+        if tokens > self.max_pages * self.page_size:
+            raise CacheError.too_long("a request", tokens, self.max_pages * self.page_size)
+        pages = -(-tokens // self.page_size)
+        if pages > self.total_pages:
+            raise CacheError.no_pages(pages, self.total_pages, self.total_pages, self.page_size)
 
     def close(self, slot: int) -> None:
         """Give back the pages and the slot of a finished request."""

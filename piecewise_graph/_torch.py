@@ -328,6 +328,11 @@ def size_hint(shape_env: Any, symbol: sympy.Symbol) -> int | None:
     return None if value is None else int(value)
 
 
+def is_profiling() -> bool:
+    """Whether a profiler records what this thread does."""
+    return bool(torch.autograd._profiler_enabled())
+
+
 def holds(shape_env: Any, condition: sympy.Basic) -> bool:
     """Whether a condition on sizes is true of the values while tracing; assumes nothing."""
     return bool(condition.xreplace(shape_env.backed_var_to_val) == sympy.true)

@@ -164,10 +164,10 @@ def test_branches_see_their_own_ancestors_and_nobody_else(shape: DraftShape, kin
     )  # fmt: skip
     prompts = small_prompts(LENGTHS, seed)
     with watching(target, "position_ids") as verified, watching(draft, "hidden") as drafted:
-        session, requests = loop.session(prompts, max_new_tokens=2 * shape.steps + 4)
+        engine, requests = loop.session(prompts, max_new_tokens=2 * shape.steps + 4)
         for _ in range(2):
             lengths = [max(len(request.tokens), 1) for request in requests]
-            session.step()
+            engine.step()
             known = [r.sequence(0, len(r.prompt) + n) for r, n in zip(requests, lengths, strict=True)]
             steps = drafted[len(drafted) - (shape.steps - 1) :]
             for index, prefix in enumerate(known):
@@ -175,4 +175,4 @@ def test_branches_see_their_own_ancestors_and_nobody_else(shape: DraftShape, kin
                 chain = Chain(draft, plain, prefix)
                 count = check_branches(steps, index, prefix, chain) if steps else 0
                 assert count == (shape.steps - 1) * shape.topk
-        session.close()
+        engine.close()

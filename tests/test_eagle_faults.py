@@ -53,20 +53,20 @@ def test_round_that_was_interrupted_is_run_again(
     """The device may have accepted tokens that the host never saw."""
     asked: dict[str, Any] = {"max_new_tokens": 16, "shape": shape}
     expected = speculator.generate(PROMPTS, **asked)
-    session, requests = speculator.session(PROMPTS, **asked)
-    session.step()
-    original = ReadyRound.run
+    engine, requests = speculator.session(PROMPTS, **asked)
+    engine.step()
+    original = ReadyRound.launch
 
     def interrupted(self: ReadyRound, running: Any) -> Any:
         original(self, running)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ReadyRound, "run", interrupted)
+    monkeypatch.setattr(ReadyRound, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        session.step()
+        engine.step()
     monkeypatch.undo()
-    while session.unfinished:
-        session.step()
+    while engine.unfinished:
+        engine.step()
     assert [request.tokens for request in requests] == expected
 
 
@@ -74,24 +74,21 @@ def test_prefill_that_was_interrupted_is_begun_anew(
     speculator: Speculator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = speculator.generate(PROMPTS, max_new_tokens=8)
-    session, requests = speculator.session(PROMPTS, max_new_tokens=8)
-    prefill, table = type(speculator._prefill), speculator._workshop.table
-    free = table.free_pages
-    monkeypatch.setattr(prefill, "run", lambda *_: 1 / 0)
+    engine, requests = speculator.session(PROMPTS, max_new_tokens=8)
+    monkeypatch.setattr(type(speculator._prefill), "launch", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        session.step()
-    assert table.free_pages == free
-    assert session.unfinished == len(PROMPTS)
+        engine.step()
+    assert engine.unfinished == len(PROMPTS)
     monkeypatch.undo()
-    while session.unfinished:
-        session.step()
+    while engine.unfinished:
+        engine.step()
     assert [request.tokens for request in requests] == expected
 
 
-def test_second_session_is_refused_until_the_first_is_closed(speculator: Speculator) -> None:
-    session, _ = speculator.session(PROMPTS, max_new_tokens=30)
-    session.step()
-    with pytest.raises(SpeculatorError, match=r"another session.*2 running requests"):
+def test_second_engine_is_refused_until_the_first_is_closed(speculator: Speculator) -> None:
+    engine, _ = speculator.session(PROMPTS, max_new_tokens=30)
+    engine.step()
+    with pytest.raises(SpeculatorError, match=r"another engine.*2 running requests"):
         speculator.generate(PROMPTS, max_new_tokens=3)
     speculator.close()
     assert speculator.generate(PROMPTS, max_new_tokens=3)

@@ -254,9 +254,9 @@ def test_padding_is_inert(kind: str, shape: DraftShape, small_loops: Any) -> Non
     alone = [loop.generate([prompt], max_new_tokens=16, shape=shape)[0] for prompt in prompts]
     assert loop.generate(prompts, max_new_tokens=16, shape=shape) == alone
     spoil(loop)
-    session, requests = loop.session(prompts, max_new_tokens=16, shape=shape)
-    while session.unfinished:
-        session.step()
+    engine, requests = loop.session(prompts, max_new_tokens=16, shape=shape)
+    while engine.unfinished:
+        engine.step()
         spoil_padding(loop)
     assert [request.tokens for request in requests] == alone
     assert_greedy(alone, greedy(small_pair(kind)[1], prompts, 16), [16] * 3)
@@ -348,11 +348,11 @@ def test_second_generation_captures_and_compiles_nothing(small_loops: Any) -> No
     loop, prompts = small_loops("twin"), small_prompts([9, 4, 17])
     loop.prepare()
     for shape, phases in ((CHAINS[2], 3), (TREES[2], 3), (PLAIN, 2)):
-        session, _ = loop.session(prompts, max_new_tokens=10, shape=shape)
+        engine, _ = loop.session(prompts, max_new_tokens=10, shape=shape)
         rounds = 0
         before = pg.counters.snapshot()["phase_replays"]
         with pg.counters.expect(traces=0, compiles=0, tapes=0, captures=0, phase_captures=0, not_full=0):
-            while session.unfinished:
-                session.step()
+            while engine.unfinished:
+                engine.step()
                 rounds += 1
         assert pg.counters.snapshot()["phase_replays"] - before == phases * rounds

@@ -13,7 +13,8 @@ A file per stage, read in this order:
     target, draft     the two models (draft_config, checkpoints), compiled once each (models, forward)
     phases            the algorithm: draft, verify, extend (sampling, synthetic)
     round, runner     its tensors; a phase as a graph (weights); ready: a round of three of them
-    session           requests in, tokens out (request, prefill, statistics, planner)
+    prefill, mixed    prompts, alone or in the forwards of a round
+    engine            requests in, tokens out (request, scheduler, results, statistics, planner)
     speculator        puts it all together (workshop)
 """
 
@@ -24,6 +25,8 @@ _HOME = {
     "DraftModel": "draft",
     "DraftShape": "shapes",
     "EagleError": "errors",
+    "Engine": "engine",
+    "Request": "request",
     "Sampling": "shapes",
     "Speculator": "speculator",
     "SpeculatorError": "errors",

@@ -79,19 +79,19 @@ def measure(
     asked: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "shape": shape}
     asked["synthetic"] = synthetic
     speculator.generate([prompt], **asked)
-    session, (request,) = speculator.session([prompt], **asked)
+    engine, (request,) = speculator.session([prompt], **asked)
     try:
-        session.step()
+        engine.step()
         _wait(speculator.device)
         made, began = len(request.tokens), time.perf_counter()
-        while session.unfinished:
-            session.step()
+        while engine.unfinished:
+            engine.step()
         _wait(speculator.device)
         seconds = time.perf_counter() - began
     finally:
-        session.close()
+        engine.close()
     each = seconds / max(len(request.tokens) - made, 1)
-    return Run(request.tokens, each, Statistics((request.counts,), session.decreed))
+    return Run(request.tokens, each, Statistics((request.counts,), engine.decreed))
 
 
 def speed_table(runs: dict[str, Run]) -> str:

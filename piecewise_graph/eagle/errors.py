@@ -193,10 +193,10 @@ class SpeculatorError(PiecewiseError, ValueError):
         )
 
     @classmethod
-    def session_open(cls, running: int) -> SpeculatorError:
+    def engine_open(cls, running: int) -> SpeculatorError:
         return cls(
-            f"another session of this speculator has {running} running requests.",
-            "step it to its end, or close it: session.close(), or speculator.close() if it is lost.",
+            f"another engine of this speculator has {running} running requests.",
+            "step it until nothing is unfinished, or close it: engine.close(), or speculator.close().",
         )
 
     @classmethod

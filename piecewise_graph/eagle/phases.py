@@ -64,14 +64,26 @@ class Phases:
 
     def verify(self, way: str) -> None:
         """The target's forward over the guesses, what is accepted of them, and the lengths that follow."""
-        round, tree, accepted = self.round, self.round.tree, self.round.accepted
-        logits, features = self.models.target(
-            way,
-            round.verify_batch,
-            input_ids=tree.tokens[None],
-            # Rows past the end of the longest request are never emitted, but a table may end there.
-            position_ids=tree.positions.clamp(max=self.last_position)[None],
-        )
+        ids, positions = self.guesses()
+        batch = self.round.verify_batch
+        self.accept(*self.models.target(way, batch, input_ids=ids[None], position_ids=positions[None]))
+
+    def extend(self, way: str) -> None:
+        """The draft over what was accepted: its K and V become those of the target's features."""
+        assert self.models.extend is not None
+        ids, positions, features = self.accepted_rows()
+        batch = self.round.extend_batch
+        hidden = self.models.extend(way, batch, input_ids=ids, positions=positions, features=features)
+        self.leave(way, hidden)
+
+    def guesses(self) -> tuple[Tensor, Tensor]:
+        """(ids, positions) int32 `[B*N]` for the target."""
+        # Rows past the end of the longest request are never emitted, but a table may end there.
+        return self.round.tree.tokens, self.round.tree.positions.clamp(max=self.last_position)
+
+    def accept(self, logits: Tensor, features: Tensor) -> None:
+        """Keep of the guesses what the target's `logits [B*N, V]` agree with, and where requests are then."""
+        round, accepted = self.round, self.round.accepted
         round.buffers.features.copy_(features)
         self._accept(logits)
         requests = round.buffers.requests.long()
@@ -82,23 +94,20 @@ class Phases:
         self.state.root.index_copy_(0, requests, accepted.bonus)
         torch.cat([accepted.out_tokens, accepted.accept_len[:, None]], 1, out=round.buffers.result)
 
-    def extend(self, way: str) -> None:
-        """The draft over what was accepted: its K and V become those of the target's features."""
-        round, accepted, models = self.round, self.round.accepted, self.models
-        assert models.extend is not None and models.head is not None
-        if round.shape.is_tree:  # accepting has permuted the slots of the path
-            _look_up_pages(round)
-        hidden = models.extend(
-            way,
-            round.extend_batch,
-            input_ids=accepted.input_ids,
-            positions=accepted.positions,
-            features=round.buffers.features[accepted.hidden_index],
-        )
-        hidden = hidden[accepted.select_index]
-        requests = round.buffers.requests.long()
+    def accepted_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(ids, positions int32 `[B*N]`, features `[B*N, F]`) for the draft: N rows of every request."""
+        if self.round.shape.is_tree:  # accepting has permuted the slots of the path
+            _look_up_pages(self.round)
+        accepted = self.round.accepted
+        return accepted.input_ids, accepted.positions, self.round.buffers.features[accepted.hidden_index]
+
+    def leave(self, way: str, hidden: Tensor) -> None:
+        """Keep where the next draft begins, of `hidden [B*N, H]`."""
+        assert self.models.head is not None
+        hidden = hidden[self.round.accepted.select_index]
+        requests = self.round.buffers.requests.long()
         self.state.hidden.index_copy_(0, requests, hidden)
-        self.state.logits.index_copy_(0, requests, models.head(way, None, hidden=hidden))
+        self.state.logits.index_copy_(0, requests, self.models.head(way, None, hidden=hidden))
 
     def _draft_chain(self, way: str, steps: md.DraftSteps) -> None:
         round, models = self.round, self.models

@@ -75,7 +75,7 @@ class Choice:
 
 
 class Planner:
-    """Chooses among `shapes`; one planner may serve many sessions, and learns from all of them.
+    """Chooses among `shapes`; one planner may serve many engines, and learns from all of them.
 
     Attributes:
         latest: the latest choice per place: batch size, and what else tells rounds apart.

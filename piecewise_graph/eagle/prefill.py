@@ -1,8 +1,8 @@
-"""Prefill: prompts into both caches, batch by batch, up to the first token and the first draft."""
+"""Prompts on their way into both caches, chunk by chunk, up to the first token and the first draft."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piecewise_graph.custom_ops.attention import BatchBuffers, make_batch
+from piecewise_graph.custom_ops.attention import AttentionBatch, BatchBuffers, make_batch
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable, device_ints, to_device
 
 from .buffers import Buffers
 from .forward import COMPILED, EAGER, PIECEWISE
 from .models import Models
 from .request import Request
+from .results import Result
 from .sampling import FIRST, distribution, draw, uniforms
 
 _SIZES = (1, 8, 16, 32, 64, 128, 256, 512)
@@ -29,7 +30,14 @@ def prefill_sizes(most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `start` to `stop - 1` of a request's prompt."""
+    """Tokens `start` to `stop - 1` of what a request's K and V are computed from.
+
+    That is its prompt; for a request that had to give its pages back, also the tokens that it had by then,
+    of which the last one is where it goes on: `root`.
+
+    Attributes:
+        is_last: nothing is left to prefill after it.
+    """
 
     request: Request
     start: int
@@ -37,25 +45,39 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        return self.stop == len(self.request.prompt)
+        return self.stop == self.request.length
+
+    @property
+    def root(self) -> int | None:
+        """The token after the last piece, where it is known already."""
+        return self.request.tokens[-1] if self.request.tokens else None
 
 
-def pieces(requests: Sequence[Request], most: int) -> Iterator[list[Piece]]:
-    """Batches of at most `most` tokens; a prompt that does not fit goes on in the next."""
-    batch: list[Piece] = []
-    room = most
-    for request in requests:
-        start = 0
-        while start < len(request.prompt):
-            stop = min(start + room, len(request.prompt))
-            batch.append(Piece(request, start, stop))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield batch
-                batch, room = [], most
-    if batch:
-        yield batch
+@dataclass(frozen=True)
+class Chunk:
+    """Pieces as the device sees them, one row per token.
+
+    Attributes:
+        ids, positions: int32 `[rows]`.
+        following: int32 `[rows]`, the token after each; 0 where it is not chosen yet.
+        attention, draft_attention: over the target's cache and the draft's.
+        ends: int64 `[n]`, last rows of the pieces that are the last of their requests.
+        slots: int64 `[n]`, where these requests stand.
+        done: these requests.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    following: Tensor
+    attention: AttentionBatch
+    draft_attention: AttentionBatch | None
+    ends: Tensor
+    slots: Tensor
+    done: tuple[Piece, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.ids.shape[0]
 
 
 @dataclass(frozen=True)
@@ -95,16 +117,64 @@ class Prefill:
             if self.way != PIECEWISE:
                 return
 
-    def run(self, requests: Sequence[Request]) -> list[int]:
-        """The first token of every request, with the state set for its first round. Waits for the device."""
-        self.place(requests)
-        found = [(piece, self._chunk(piece)) for piece in pieces(requests, self.most)]
-        chosen = {
-            piece.request.slot: token
-            for batch, tokens in found
-            for piece, token in zip([p for p in batch if p.is_last], tokens.tolist(), strict=True)
-        }
-        return [chosen[request.slot] for request in requests]
+    def lay_out(self, pieces: Sequence[Piece]) -> Chunk:
+        """Send pieces to the device; their pages are reserved. Waits for nothing."""
+        slots = [piece.request.slot for piece in pieces]
+        rows, lengths = [p.stop - p.start for p in pieces], [p.stop for p in pieces]
+        attention, positions = make_batch(self.cache, self.table, slots, rows, lengths)
+        draft_attention = None
+        if self.draft_cache is not None:
+            draft_attention, _ = make_batch(self.draft_cache, self.table, slots, rows, lengths)
+        tokens = [piece.request.sequence(piece.start, piece.stop + 1) for piece in pieces]
+        following = [[*more[1:], 0][:count] for more, count in zip(tokens, rows, strict=True)]
+        device = self.cache.device
+        return Chunk(
+            device_ints([t for more, n in zip(tokens, rows, strict=True) for t in more[:n]], device),
+            positions,
+            device_ints([t for more in following for t in more], device),
+            attention,
+            draft_attention,
+            self._longs([end - 1 for p, end in zip(pieces, accumulate(rows), strict=True) if p.is_last]),
+            self._longs([piece.request.slot for piece in pieces if piece.is_last]),
+            tuple(piece for piece in pieces if piece.is_last),
+        )
+
+    def launch(self, chunk: Chunk) -> Result:
+        """A batch of prompts alone. What is found is under way when this returns."""
+        logits, features = self.models.target(
+            self.way, chunk.attention, input_ids=chunk.ids[None], position_ids=chunk.positions[None]
+        )
+        if self.draft_cache is not None and self.way == PIECEWISE:
+            features = features.clone()  # the draft's tape overwrites what the target's has left
+        chosen = self.choose(chunk, logits)
+        result = Result.of(None, chosen)
+        self.extend(chunk, features, chosen)
+        return result
+
+    def choose(self, chunk: Chunk, logits: Tensor) -> Tensor:
+        """int32 `[n]`: the tokens after the prompts that end here, from `logits [rows, V]`."""
+        chosen = self._choose(logits[chunk.ends], chunk)
+        known = [piece.root for piece in chunk.done]
+        if any(token is not None for token in known):
+            given = device_ints([-1 if token is None else token for token in known], self.cache.device)
+            chosen = torch.where(given < 0, chosen, given)
+        self.state.root.index_copy_(0, chunk.slots, chosen)
+        return chosen
+
+    def extend(self, chunk: Chunk, features: Tensor, chosen: Tensor) -> None:
+        """Let the draft read the same rows, `features [rows, F]`."""
+        if chunk.draft_attention is None:
+            return
+        ids = self.draft_ids(chunk, chosen)
+        self.end(chunk, self._draft(chunk.draft_attention, ids, chunk.positions, features, self.way))
+
+    def draft_ids(self, chunk: Chunk, chosen: Tensor) -> Tensor:
+        """int32 `[rows]`: what the draft reads in each row."""
+        return chunk.following.index_copy(0, chunk.ends, chosen)
+
+    def end(self, chunk: Chunk, hidden: Tensor) -> None:
+        """Keep where the first drafts begin, of `hidden [rows, H]`."""
+        self._end(chunk.slots, hidden[chunk.ends])
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """Let the draft read the tokens of rounds that ran without it; the oldest may be lost."""
@@ -122,7 +192,7 @@ class Prefill:
         owners = self._longs([slot for slot, count in zip(slots, rows, strict=True) for _ in range(count)])
         features = self.state.gap[owners, positions % kept]
         ids = device_ints(following, self.cache.device)
-        hidden = self._draft(batch, ids, positions, features, self._any_rows)
+        hidden = self._draft(batch, ids, positions, features, self.any_rows)
         self._end(self._longs(slots), hidden[self._longs([end - 1 for end in accumulate(rows)])])
         for request in late:
             request.drafted = request.length
@@ -133,15 +203,17 @@ class Prefill:
             return
         assert self.models.head is not None
         self.state.hidden.index_copy_(0, slots, hidden)
-        self.state.logits.index_copy_(0, slots, self.models.head(self._any_rows, None, hidden=hidden))
+        self.state.logits.index_copy_(0, slots, self.models.head(self.any_rows, None, hidden=hidden))
 
     @property
-    def _any_rows(self) -> str:
+    def any_rows(self) -> str:
         """How row counts run that nothing is captured for."""
         return EAGER if self.way == EAGER else COMPILED
 
     def place(self, requests: Sequence[Request]) -> None:
         """Tell the device where the next rounds of `requests` begin, and how they are sampled."""
+        if not requests:
+            return
         slots = self._longs([request.slot for request in requests])
         columns: dict[str, list[Any]] = {
             "seq_lens": [request.length for request in requests],
@@ -156,33 +228,6 @@ class Prefill:
             column = torch.tensor(values, dtype=self.state[name].dtype)
             self.state[name].index_copy_(0, slots, to_device(column, self.cache.device))
 
-    def _chunk(self, batch: list[Piece]) -> Tensor:
-        """First tokens of the requests whose prompts end here."""
-        device = self.cache.device
-        slots = [piece.request.slot for piece in batch]
-        rows, lengths = [p.stop - p.start for p in batch], [p.stop for p in batch]
-        tokens = device_ints([t for p in batch for t in p.request.prompt[p.start : p.stop]], device)
-        attention, positions = make_batch(self.cache, self.table, slots, rows, lengths)
-        logits, features = self.models.target(
-            self.way, attention, input_ids=tokens[None], position_ids=positions[None]
-        )
-        ends = torch.tensor(rows).cumsum(0)[[p.is_last for p in batch]] - 1
-        last = self._longs(ends.tolist())
-        done = [piece.request for piece in batch if piece.is_last]
-        chosen = self._choose(logits[last], done)
-        ending = self._longs([request.slot for request in done])
-        self.state.root.index_copy_(0, ending, chosen)
-        if self.draft_cache is not None:
-            following = [
-                t for p in batch for t in (*p.request.prompt[p.start + 1 : p.stop + 1], 0)[: p.stop - p.start]
-            ]
-            ids = device_ints(following, device).index_copy_(0, last, chosen)
-            attention, _ = make_batch(self.draft_cache, self.table, slots, rows, lengths)
-            if self.way == PIECEWISE:  # the draft's tape overwrites what the target's has left
-                features = features.clone()
-            self._end(ending, self._draft(attention, ids, positions, features, self.way)[last])
-        return chosen
-
     def _draft(self, attention: Any, ids: Tensor, positions: Tensor, features: Tensor, way: str) -> Tensor:
         assert self.models.extend is not None
         found: Tensor = self.models.extend(
@@ -190,15 +235,17 @@ class Prefill:
         )
         return found
 
-    def _choose(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        """int32 `[n]` tokens after the prompts of `requests`, `logits [n, V]`."""
-        if all(request.sampling.greedy for request in requests):
+    def _choose(self, logits: Tensor, chunk: Chunk) -> Tensor:
+        """int32 `[n]` tokens after the prompts of `chunk.done`, `logits [n, V]`."""
+        samplings = [piece.request.sampling for piece in chunk.done]
+        if all(sampling.greedy for sampling in samplings):
             return logits.argmax(-1).int()
-        slots = torch.tensor([request.slot for request in requests], device=logits.device)
-        filters = ("top_k", "top_p") if any(r.sampling.filtered for r in requests) else ()
-        probs = distribution(logits, *(self.state[name][slots] for name in ("temperature", *filters)))
-        lengths = self.state.seq_lens[slots]
-        return draw(probs, uniforms(self.state.seed[slots], lengths, torch.full_like(lengths, FIRST))).int()
+        filters = ("top_k", "top_p") if any(sampling.filtered for sampling in samplings) else ()
+        probs = distribution(logits, *(self.state[name][chunk.slots] for name in ("temperature", *filters)))
+        lengths = self.state.seq_lens[chunk.slots]
+        return draw(
+            probs, uniforms(self.state.seed[chunk.slots], lengths, torch.full_like(lengths, FIRST))
+        ).int()
 
     def _longs(self, values: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self.cache.device)

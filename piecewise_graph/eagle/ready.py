@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from piecewise_graph.custom_ops.kv_cache import RequestTable, device_ints
 
 from .forward import FULL
+from .mixed import Mixed
+from .phases import Phases
+from .prefill import Chunk, Prefill
 from .request import Request
-from .round import Round
-from .runner import PhaseRunner
+from .results import Result
+from .runner import PhaseRunner, named
 from .weights import Weights
 
 
@@ -19,37 +20,39 @@ class ReadyRound:
     """Runs one round for the requests of a batch.
 
     Args:
-        runners: the phases in order; the second, verify, writes the result that the host reads.
+        phases: what the runners run.
+        runners: draft, verify, and draft-extend where there is a draft.
     """
 
     def __init__(
-        self, round: Round, runners: Sequence[PhaseRunner], table: RequestTable, weights: Weights
+        self, phases: Phases, runners: Sequence[PhaseRunner], table: RequestTable, weights: Weights
     ) -> None:
-        self.round, self.runners = round, tuple(runners)
-        self._table, self._weights = table, weights
-        self._slots: list[int] = [0] * round.size
-        result = round.buffers.result
-        self._on_gpu = result.is_cuda
-        self._result = torch.zeros(result.shape, dtype=result.dtype, pin_memory=self._on_gpu)
-        self._arrived = torch.cuda.Event() if self._on_gpu else None
+        self.round, self.runners = phases.round, tuple(runners)
+        self._phases, self._table, self._weights = phases, table, weights
+        self._slots: list[int] = [0] * phases.round.size
 
-    def run(self, requests: Sequence[Request]) -> list[list[int]]:
-        """What each request accepted, the bonus last. Waits for verify, and not for what follows it."""
-        self._ensure()
-        self._fill([request.slot for request in requests])
-        self._table.flush()
+    def launch(self, requests: Sequence[Request]) -> Result:
+        """Start a round, and wait for nothing: its result is under way when this returns."""
+        self._begin(requests)
         draft, verify, *rest = self.runners
         draft()
         verify()
-        self._result.copy_(self.round.buffers.result, non_blocking=True)
-        if self._arrived is not None:
-            self._arrived.record()
-        for runner in rest:
-            runner()
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        rows = self._result[: len(requests)].tolist()
-        return [row[: row[-1]] for row in rows]
+        result = Result.of(self.round.buffers.result, None)
+        for extend in rest:
+            extend()
+        return result
+
+    def launch_with(self, requests: Sequence[Request], prefill: Prefill, chunk: Chunk) -> Result:
+        """The same, prompts sharing the forwards of target and draft."""
+        self._begin(requests)
+        mixed = Mixed(self._phases, prefill, chunk)
+        self.runners[0]()
+        with named("verify"):
+            mixed.verify()
+        result = Result.of(self.round.buffers.result, mixed.chosen)
+        with named("extend"):
+            mixed.extend()
+        return result
 
     def prepare(self) -> None:
         """Compile and capture every phase, over padding alone: nobody's tokens change."""
@@ -64,6 +67,11 @@ class ReadyRound:
         self._ensure()
         self._fill([])
         return {runner.name: runner.seconds(self.round.buffers.result.device) for runner in self.runners}
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        self._ensure()
+        self._fill([request.slot for request in requests])
+        self._table.flush()
 
     def _ensure(self) -> None:
         """Graphs may have been dropped, by pg.reset for instance."""

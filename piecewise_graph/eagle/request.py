@@ -1,8 +1,8 @@
-"""One request of a generation: what it asked for and what it has so far."""
+"""One request: what it asked for, what it has so far, and what is under way for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .errors import SpeculatorError
@@ -10,12 +10,19 @@ from .shapes import Sampling
 from .statistics import Counts
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """Attributes:
+    index: among all requests of its engine; the one that came first is served first.
+    on_tokens: called as `on_tokens(request, new_tokens)` whenever the host learns of new tokens.
     slot: row of the request table while it runs; meaningless before and after.
     tokens: what was generated; a stop token that ended it is the last of them.
-    length: tokens whose K and V the target has; `drafted`: those whose K and V the draft has.
+    aborted: its caller wants no more of it.
+    computed: tokens of its `source` that prefill has sent to the device.
+    drafted: tokens whose K and V the draft has.
+    behind: rounds ran without the draft since, or are under way.
+    ahead, results_ahead: most tokens that rounds under way may add, and how many results are under way.
+    reported: tokens that `on_tokens` has seen.
     """
 
     index: int
@@ -23,35 +30,55 @@ class Request:
     sampling: Sampling
     max_new_tokens: int
     stop: frozenset[int]
+    on_tokens: Callable[[Request, list[int]], None] | None = None
     slot: int = 0
     tokens: list[int] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
-    length: int = field(init=False)
-    drafted: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.length = self.drafted = len(self.prompt)
+    aborted: bool = False
+    computed: int = 0
+    drafted: int = 0
+    behind: bool = False
+    ahead: int = 0
+    results_ahead: int = 0
+    reported: int = 0
 
     @property
     def finished(self) -> bool:
-        return len(self.tokens) >= self.max_new_tokens or bool(self.tokens and self.tokens[-1] in self.stop)
+        """It gets no more tokens."""
+        ended = len(self.tokens) >= self.max_new_tokens or bool(self.tokens and self.tokens[-1] in self.stop)
+        return ended or self.aborted
 
-    def advance(self, tokens: int, *, drafted: bool) -> None:
-        """A round computed so many tokens, the draft with the target or not."""
-        self.length += tokens
-        if drafted:
-            self.drafted = self.length
+    @property
+    def length(self) -> int:
+        """Tokens whose K and V the target has, as far as the host knows: all but the last."""
+        return len(self.prompt) + max(len(self.tokens) - 1, 0)
+
+    @property
+    def limit(self) -> int:
+        """Tokens that it may have in the end, the prompt's among them."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def is_done_soon(self) -> bool:
+        """Every result under way brings a token, and no more are wanted than that."""
+        return len(self.tokens) + self.results_ahead >= self.max_new_tokens
 
     def sequence(self, start: int, stop: int) -> list[int]:
         """Tokens of prompt and answer together."""
         return [*self.prompt, *self.tokens][start:stop]
 
-    def take(self, tokens: Iterable[int]) -> None:
-        """Append tokens up to the one that ends the request."""
-        for token in tokens:
-            if self.finished:
-                break
-            self.tokens.append(token)
+    def take(self, tokens: Sequence[int], after: int) -> None:
+        """`tokens` follow the first `after` ones, up to the one that ends the request."""
+        room = self.max_new_tokens - after
+        end = next((place + 1 for place, token in enumerate(tokens) if token in self.stop), len(tokens))
+        self.tokens[after:] = tokens[: min(end, room)]
+
+    def report(self) -> None:
+        """Tell the caller of tokens that it has not seen."""
+        new = self.tokens[self.reported :]
+        self.reported = len(self.tokens)
+        if new and self.on_tokens is not None:
+            self.on_tokens(self, new)
 
 
 def check_request(request: Request, vocab_size: int, max_seq_len: int) -> None:

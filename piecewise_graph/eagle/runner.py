@@ -5,15 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 import piecewise_graph as pg
+from piecewise_graph import _torch
 from piecewise_graph.recorder import capturing
 from piecewise_graph.telemetry import counters
 
 from .errors import SpeculatorError
 from .forward import FULL
+
+_SHOWN = {"extend": "draft-extend"}  # what traces call a phase
 
 
 class PhaseRunner:
@@ -56,7 +61,7 @@ class PhaseRunner:
 
     def __call__(self) -> None:
         assert self.is_ready
-        with torch.profiler.record_function(self.name):
+        with named(self.name):
             if self._replay is None:
                 self._body(self.way)
                 return
@@ -82,6 +87,13 @@ class PhaseRunner:
             _wait(device)
             taken.append(time.perf_counter() - began)
         return statistics.median(taken[1:])
+
+
+def named(phase: str) -> AbstractContextManager[Any]:
+    """Mark a phase in the trace of a profiler; free of cost where none runs."""
+    if not _torch.is_profiling():
+        return nullcontext()
+    return torch.profiler.record_function(_SHOWN.get(phase, phase))
 
 
 def _wait(device: torch.device) -> None:

@@ -8,21 +8,20 @@ from typing import Any
 
 import torch
 
-from piecewise_graph.custom_ops.attention.transformers import is_ours
-
+from .checks import PHASES, check_models, check_options, padded_sizes, ways
+from .engine import Engine
 from .errors import SpeculatorError
-from .forward import COMPILED, FULL, PIECEWISE, WAYS
+from .forward import COMPILED, FULL, PIECEWISE
 from .phases import GREEDY
 from .planner import Planner
 from .prefill import Prefill
-from .request import Request, check_request, per_request
-from .session import Session
+from .request import Request, per_request
+from .round_choice import RoundChoice
 from .shapes import DraftShape, Sampling, as_shape
 from .statistics import Statistics
 from .synthetic import Synthetic
 from .workshop import RoundKey, Workshop
 
-PHASES = ("draft", "verify", "extend")
 AUTO = "auto"
 
 
@@ -72,24 +71,28 @@ class Speculator:
     ) -> None:
         self.shapes = tuple(dict.fromkeys(map(as_shape, shapes)))
         self.graphs = ways(graphs, PIECEWISE if model.device.type == "cuda" else COMPILED)
-        self.batch_sizes = _batch_sizes(batch_sizes, max_requests)
+        self.batch_sizes = padded_sizes(batch_sizes, max_requests)
         self.max_requests, self.max_seq_len = max_requests, max_seq_len
         if not self.shapes:
             raise SpeculatorError.bad_shape("shapes names none", "name at least one; 0 = plain decoding.")
         if prefill_rows < 1:
             raise SpeculatorError.bad_shape(f"{prefill_rows=}", "prefill at least one token at a time.")
         self.planner = Planner(self.shapes)
-        self._session: Session | None = None
-        _check_models(model, draft, self.shapes, page_size)
-        _check_options(options or {})
-        _check_options(draft_options or {})
+        self._latest: Engine | None = None
+        check_models(model, draft, self.shapes, page_size)
+        check_options(options or {})
+        check_options(draft_options or {})
         if not any(shape.steps for shape in self.shapes):
             draft = None
         self._room = max(shape.room for shape in self.shapes)
-        longest = max_seq_len + self._room
-        pages = 1 + max_requests * -(-longest // page_size) if num_pages is None else num_pages
+        # With overlap, a request that reached its end runs one round more.
+        margin = self._room + max(shape.steps for shape in self.shapes) + 1
+        longest = max_seq_len + margin
+        pages = (
+            1 + max_requests * -(-(max_seq_len + self._room) // page_size) if num_pages is None else num_pages
+        )
         paging = {
-            "max_requests": max_requests, "max_seq_len": longest, "room": self._room,
+            "max_requests": max_requests, "max_seq_len": longest, "margin": margin,
             "page_size": page_size, "num_pages": pages,
         }  # fmt: skip
         self._workshop = Workshop.make(
@@ -133,6 +136,7 @@ class Speculator:
         shape: DraftShape | int | str | None = None,
         graphs: str | Mapping[str, str] | None = None,
         synthetic: float | Sequence[float] | None = None,
+        overlap: bool | None = None,
         return_stats: bool = False,
     ) -> Any:
         """New tokens for every prompt, in order.
@@ -146,6 +150,7 @@ class Speculator:
             graphs: how phases run, where it shall differ from the speculator's.
             synthetic: decree acceptance, for models with random weights: a mean accept length, or rates per
                 position. The tokens mean nothing then, and the statistics say so.
+            overlap: as in `engine`.
 
         Returns:
             a list of token lists, and with `return_stats` a `Statistics` beside it.
@@ -155,19 +160,19 @@ class Speculator:
             CacheError: one request alone needs more pages than there are.
             AddressMovedError: a weight moved since the graphs that read it were captured.
         """
-        session, requests = self.session(
+        engine, requests = self.session(
             prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, shape=shape, graphs=graphs,
-            synthetic=synthetic,
+            synthetic=synthetic, overlap=overlap,
         )  # fmt: skip
         try:
-            while session.unfinished:
-                session.step()
+            while engine.unfinished:
+                engine.step()
         finally:
-            session.close()
+            engine.close()
         tokens = [request.tokens for request in requests]
         if not return_stats:
             return tokens
-        return tokens, Statistics(tuple(request.counts for request in requests), session.decreed)
+        return tokens, Statistics(tuple(request.counts for request in requests), engine.decreed)
 
     def session(
         self,
@@ -179,20 +184,55 @@ class Speculator:
         shape: DraftShape | int | str | None = None,
         graphs: str | Mapping[str, str] | None = None,
         synthetic: float | Sequence[float] | None = None,
-    ) -> tuple[Session, list[Request]]:
-        """The same, to be stepped by the caller round by round; one session at a time.
+        overlap: bool | None = False,
+    ) -> tuple[Engine, list[Request]]:
+        """The same, to be stepped by the caller: an engine that these prompts wait in.
 
         Returns:
-            (session, requests in the order of the prompts).
+            (engine, requests in the order of the prompts).
         """
         counts: Any = per_request("max_new_tokens", max_new_tokens, len(prompts))
         samplings: Any = per_request("sampling", Sampling() if sampling is None else sampling, len(prompts))
+        engine = self._engine(shape, graphs, synthetic, overlap)
         requests = [
-            Request(index, tuple(int(t) for t in prompt), how, count, frozenset(stop))
-            for index, (prompt, how, count) in enumerate(zip(prompts, samplings, counts, strict=True))
+            engine.make_request(prompt, count, how, stop)
+            for prompt, how, count in zip(prompts, samplings, counts, strict=True)
         ]
+        self._open(engine)
         for request in requests:
-            check_request(request, self._workshop.sizes.vocab, self.max_seq_len)
+            engine.add(request)
+        return engine, requests
+
+    def engine(
+        self,
+        *,
+        shape: DraftShape | int | str | None = None,
+        graphs: str | Mapping[str, str] | None = None,
+        synthetic: float | Sequence[float] | None = None,
+        overlap: bool | None = None,
+    ) -> Engine:
+        """Continuous batching: requests join and leave while others run; one engine at a time.
+
+        Args:
+            shape, graphs, synthetic: of all rounds, as in `generate`.
+            overlap: launch a round before the result of the one before is read, so that the device never
+                waits for the host; the tokens are the same. None = on a GPU.
+
+        Raises:
+            SpeculatorError: another engine of this speculator has running requests.
+            AddressMovedError: a weight moved since the graphs that read it were captured.
+        """
+        engine = self._engine(shape, graphs, synthetic, overlap)
+        self._open(engine)
+        return engine
+
+    def _engine(
+        self,
+        shape: DraftShape | int | str | None,
+        graphs: str | Mapping[str, str] | None,
+        synthetic: float | Sequence[float] | None,
+        overlap: bool | None,
+    ) -> Engine:
         chosen = self._shape(shape)
         if synthetic is not None:
             for each in chosen.shapes if isinstance(chosen, Planner) else (chosen,):
@@ -200,17 +240,22 @@ class Speculator:
                     Synthetic.of(synthetic, each.steps, clamped=isinstance(chosen, Planner))
             if isinstance(chosen, Planner):  # what is decreed must teach nobody
                 chosen = Planner(self.shapes)
-        if self._session is not None and self._session.running:
-            raise SpeculatorError.session_open(len(self._session.running))
+        return Engine(
+            self._workshop,
+            self._prefill,
+            RoundChoice(chosen, _phases(self._ways(graphs)), self.batch_sizes, synthetic),
+            room=self._room,
+            max_seq_len=self.max_seq_len,
+            overlap=self.device.type == "cuda" if overlap is None else overlap,
+            context=self._running,
+        )
+
+    def _open(self, engine: Engine) -> None:
+        if self._latest is not None and self._latest.running:
+            raise SpeculatorError.engine_open(len(self._latest.running))
         self._workshop.weights.check()
         self._prepare_prefill()
-        session = Session(
-            self._workshop, self._prefill, requests, shape=chosen, room=self._room,
-            batch_sizes=self.batch_sizes, graphs=_phases(self._ways(graphs)), synthetic=synthetic,
-            context=self._running,
-        )  # fmt: skip
-        self._session = session
-        return session, requests
+        self._latest = engine
 
     def _ways(self, graphs: str | Mapping[str, str] | None) -> dict[str, str]:
         if graphs is None or not isinstance(graphs, str):
@@ -218,9 +263,9 @@ class Speculator:
         return ways(graphs, self.graphs["prefill"])
 
     def close(self) -> None:
-        """End a session that was left open, and give back what it holds."""
-        if self._session is not None:
-            self._session.close()
+        """End an engine that was left open, and give back what it holds."""
+        if self._latest is not None:
+            self._latest.close()
 
     def _shape(self, shape: DraftShape | int | str | None) -> DraftShape | Planner:
         if shape == AUTO:
@@ -247,69 +292,6 @@ class Speculator:
                     yield
             finally:
                 torch.cuda.current_stream(self.device).wait_stream(self._stream)
-
-
-def ways(graphs: str | Mapping[str, str], prefill: str) -> dict[str, str]:
-    """How each phase runs, from one way for all, or from some of them by name; prefill's own default."""
-    names = (*PHASES, "prefill")
-    if isinstance(graphs, str):
-        given = dict.fromkeys(PHASES, graphs) | {"prefill": prefill if graphs == FULL else graphs}
-    else:
-        given = dict.fromkeys(PHASES, FULL) | {"prefill": prefill} | dict(graphs)
-    for phase, way in given.items():
-        if phase not in names or way not in WAYS or (phase == "prefill" and way == FULL):
-            raise SpeculatorError.bad_graphs(phase, way, names, WAYS)
-    return given
-
-
-def _batch_sizes(given: Sequence[int] | None, max_requests: int) -> tuple[int, ...]:
-    """Ascending, the last of them enough for every request."""
-    if max_requests < 1 or any(size < 1 for size in given or ()):
-        what = f"max_requests={max_requests}, batch_sizes={given}"
-        raise SpeculatorError.bad_shape(what, "serve at least one request at a time.")
-    powers = [2**i for i in range(max_requests.bit_length()) if 2**i < max_requests]
-    below = [size for size in given or powers if size < max_requests]
-    return (*sorted(set(below)), max_requests)
-
-
-def _check_models(model: Any, draft: Any, shapes: Sequence[DraftShape], page_size: int) -> None:
-    attention = model.config.get_text_config()._attn_implementation
-    if not is_ours(attention):
-        raise SpeculatorError.wrong_attention(attention)
-    if draft is not None:
-        ours, theirs = next(draft.parameters()), next(model.parameters())
-        if ours.dtype != theirs.dtype:
-            raise SpeculatorError.unlike("dtype", ours.dtype, theirs.dtype)
-        if ours.device != theirs.device:
-            raise SpeculatorError.unlike("device", ours.device, theirs.device)
-        _check_sizes(model, draft, shapes)
-    for shape in shapes:
-        if shape.steps and draft is None:
-            raise SpeculatorError.no_draft(shape)
-        if shape.is_tree and page_size != 1:
-            what = f"{shape}, with pages of {page_size} tokens"
-            raise SpeculatorError.bad_shape(
-                what, "pass page_size=1: a tree's commit reorders slots, not pages."
-            )
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    own = {"pool", "outputs", "capture", "capture_sizes", "max_tokens", "token_dim"} & options.keys()
-    if own:
-        raise SpeculatorError.fixed_option(min(own))
-
-
-def _check_sizes(model: Any, draft: Any, shapes: Sequence[DraftShape]) -> None:
-    config, target = draft.config, model.config.get_text_config()
-    if config.target_hidden_size != target.hidden_size:
-        raise SpeculatorError.unlike("hidden size of features", config.target_hidden_size, target.hidden_size)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    if config.vocab_size != vocabulary:
-        raise SpeculatorError.unlike("vocabulary", config.vocab_size, vocabulary)
-    widest = max(shape.topk for shape in shapes)
-    if widest > config.draft_vocab_size:
-        what = f"top-k {widest} of a draft with {config.draft_vocab_size} tokens"
-        raise SpeculatorError.bad_shape(what, "choose a smaller topk.")
 
 
 def _phases(graphs: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -78,10 +78,11 @@ class Workshop:
         """Allocate everything that does not depend on a round; nothing is compiled yet.
 
         Args:
-            paging: `max_requests`, `max_seq_len` (a round's `room` included), `page_size`, `num_pages`.
+            paging: `max_requests`, `max_seq_len` (with a `margin` that no request gets to keep),
+                `page_size`, `num_pages`.
         """
         target = TargetModel(model, draft.config.feature_layers if draft is not None else None)
-        sizes = _sizes(model, target, draft, paging["max_seq_len"], paging["room"])
+        sizes = _sizes(model, target, draft, paging["max_seq_len"], paging["margin"])
         paged: dict[str, Any] = {
             "num_pages": paging["num_pages"], "page_size": paging["page_size"],
             "dtype": sizes.dtype, "device": sizes.device,
@@ -134,15 +135,15 @@ class Workshop:
             bodies["extend"] = phases.extend
         ways = dict(key.graphs)
         runners = [PhaseRunner(name, body, ways[name], self.pool) for name, body in bodies.items()]
-        ready = ReadyRound(made, runners, self.table, self.weights)
+        ready = ReadyRound(phases, runners, self.table, self.weights)
         ready.prepare()
         return ready
 
 
-def _sizes(model: Any, target: TargetModel, draft: Any, max_seq_len: int, room: int) -> Sizes:
+def _sizes(model: Any, target: TargetModel, draft: Any, max_seq_len: int, margin: int) -> Sizes:
     config = None if draft is None else draft.config
     return Sizes(
-        last_position=max_seq_len - room - 1,
+        last_position=max_seq_len - margin - 1,
         hidden=config.hidden_size if config else 1,
         features=target.feature_size,
         vocab=target.vocab_size,

@@ -46,13 +46,13 @@ def stepped(speculator: Speculator) -> Iterator[Any]:
     opened = []
 
     def open_session(**asked: Any) -> Any:
-        session, requests = speculator.session(prompts(), **asked)
-        opened.append(session)
-        return session, requests
+        engine, requests = speculator.session(prompts(), **asked)
+        opened.append(engine)
+        return engine, requests
 
     yield open_session
-    for session in opened:
-        session.close()
+    for engine in opened:
+        engine.close()
 
 
 def test_trained_head_is_accepted_and_a_tree_accepts_no_less(speculator: Speculator) -> None:
@@ -68,15 +68,15 @@ def test_draft_catches_up_with_rounds_that_ran_without_it(
     speculator: Speculator, stepped: Any, plain_rounds: int
 ) -> None:
     """The logits that the next draft begins with are those of a draft that was there all the time."""
-    session, requests = stepped(max_new_tokens=120, shape=PLAIN)
-    for _ in range(plain_rounds):
-        session.step()
+    engine, requests = stepped(max_new_tokens=120, shape=PLAIN)
+    for _ in range(1 + plain_rounds):  # prefill is a step of its own
+        engine.step()
     with torch.no_grad():
         speculator._prefill.catch_up(requests)
     slots = [request.slot for request in requests]
     found = speculator._workshop.state.logits[slots].clone()
     longer = [[*r.prompt, *r.tokens[:-1]] for r in requests]
-    session.close()
+    engine.close()
     fresh, again = speculator.session(longer, max_new_tokens=1)
     fresh.step()  # prefill is all there is to do
     expected = speculator._workshop.state.logits[[request.slot for request in again]]
@@ -99,11 +99,11 @@ def test_sessions_step_by_step_and_give_everything_back(speculator: Speculator, 
     expected = speculator.generate(prompts(), max_new_tokens=20)
     table = speculator._workshop.table
     free = table.free_pages
-    session, requests = stepped(max_new_tokens=20)
-    assert session.unfinished == len(TEXTS)
-    while session.unfinished:
+    engine, requests = stepped(max_new_tokens=20)
+    assert engine.unfinished == len(TEXTS)
+    while engine.unfinished:
         before = [len(request.tokens) for request in requests]
-        session.step()
+        engine.step()
         assert all(len(r.tokens) > n or r.finished for r, n in zip(requests, before, strict=True))
     assert [request.tokens for request in requests] == expected
     half, _ = stepped(max_new_tokens=20)
@@ -114,15 +114,16 @@ def test_sessions_step_by_step_and_give_everything_back(speculator: Speculator, 
 
 
 def test_rewound_session_repeats_itself(stepped: Any) -> None:
-    session, requests = stepped(max_new_tokens=100)
-    session.step()
-    session.rewind()
+    engine, requests = stepped(max_new_tokens=100)
+    for _ in range(2):  # the prompts, and a round: the first one begins with another draft
+        engine.step()
+    engine.rewind()
     taken = []
     for _ in range(2):
         for _ in range(3):
-            session.step()
+            engine.step()
         taken.append([list(request.tokens) for request in requests])
-        session.rewind()
+        engine.rewind()
     assert taken[0] == taken[1]
 
 
