@@ -159,14 +159,15 @@ def test_branches_see_their_own_ancestors_and_nobody_else(shape: DraftShape, kin
     """In the target and in the draft, in the first round and in one that follows a commit."""
     target, plain, draft = small_pair(kind)
     loop = Speculator(
-        target, draft, shapes=[shape], max_requests=SIZE, batch_sizes=[SIZE], max_seq_len=40, prefill_rows=4,
+        target, draft, shapes=[shape], max_requests=SIZE, batch_sizes=[SIZE], max_seq_len=40,
         graphs="eager",
     )  # fmt: skip
     prompts = small_prompts(LENGTHS, seed)
     with watching(target, "position_ids") as verified, watching(draft, "hidden") as drafted:
         engine, requests = loop.session(prompts, max_new_tokens=2 * shape.steps + 4)
+        engine.step()  # the prompts
         for _ in range(2):
-            lengths = [max(len(request.tokens), 1) for request in requests]
+            lengths = [len(request.tokens) for request in requests]
             engine.step()
             known = [r.sequence(0, len(r.prompt) + n) for r, n in zip(requests, lengths, strict=True)]
             steps = drafted[len(drafted) - (shape.steps - 1) :]
