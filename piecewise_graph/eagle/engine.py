@@ -141,9 +141,13 @@ class Engine:
         self._scheduler.waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """End a request now. It keeps the tokens that it has; what is under way for it is dropped."""
-        request.aborted = True
-        self._scheduler.release(request)
+        """End a request now. It keeps the tokens that it has; what is under way for it is dropped.
+
+        Nothing happens to one that is finished.
+        """
+        if not request.finished:
+            request.aborted = True
+            self._scheduler.release(request)
 
     def close(self) -> None:
         """Abort all requests."""
@@ -231,7 +235,8 @@ class Engine:
             launch.read(self._choice.observe)
             self._under_way.popleft()
             for request in launch.requests:
-                self._news[request] = None
+                if len(request.tokens) > request.reported:
+                    self._news[request] = None
                 if request.finished:
                     self._scheduler.release(request)
 
