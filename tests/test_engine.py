@@ -488,6 +488,7 @@ def test_soak() -> None:
     check_soak(500)
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_long_soak() -> None:
     check_soak(10_000)
