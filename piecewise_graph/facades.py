@@ -38,6 +38,13 @@ def generate(options: Any) -> int:
     return command.run(options)
 
 
+def bench(arguments: Sequence[str]) -> int:
+    """See bench/command.py; `arguments` follow "bench" on the command line."""
+    from piecewise_graph.bench import command
+
+    return command.main(arguments)
+
+
 def speculative_demo(
     path: str, prompt: Sequence[int], max_new_tokens: int, compiler: str, device: str
 ) -> None:
