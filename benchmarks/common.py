@@ -42,8 +42,15 @@ class Mark:
         return {**asdict(self), "met": self.value <= self.limit}
 
 
-def write(path: Path, command: str, rows: Sequence[Mapping[str, Any]], marks: Sequence[Mark]) -> None:
-    """Write the results file and print the marks."""
+def write(
+    path: Path,
+    command: str,
+    rows: Sequence[Mapping[str, Any]],
+    marks: Sequence[Mark],
+    *,
+    report: bool = True,
+) -> None:
+    """Write the results file and, with `report`, print the marks."""
     content = {
         "env": environment(),
         "command": command,
@@ -52,7 +59,7 @@ def write(path: Path, command: str, rows: Sequence[Mapping[str, Any]], marks: Se
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
-    for mark in content["marks"]:
+    for mark in content["marks"] if report else ():
         verdict = "met   " if mark["met"] else "MISSED"
         print(f"{verdict} {mark['name']}: {mark['value']:.4g} (limit {mark['limit']:.4g})")
 
