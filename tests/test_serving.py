@@ -26,6 +26,7 @@ from piecewise_graph.bench.settings import Setting
 from piecewise_graph.bench.turns import ratios
 from piecewise_graph.cli import main
 from piecewise_graph.eagle import DraftShape, Sampling, Statistics
+from piecewise_graph.eagle.round_choice import RoundChoice
 from piecewise_graph.eagle.statistics import Counts
 
 FIELD = (
@@ -392,6 +393,8 @@ def test_plain_decoding_needs_no_draft_and_prompts_can_be_text(tmp_path: Path) -
     [
         (["--steps", "3"], "--random-draft eagle1"),
         (["--prompts", "prompts.txt"], "--model DIR"),
+        (["--json", "nowhere/out.json"], "its folder does not exist"),
+        (["--num-pages", "4"], "num_pages"),
         ([*DRAFT, "--compare", "steps=2,pages=4"], "It changes one or more of: steps"),
         ([*DRAFT, "--top-p", "0", "--temperature", "1"], "pass a probability above 0"),
         ([*DRAFT, "--topk", "2", "--page-size", "16"], "page_size=1"),
@@ -425,6 +428,24 @@ def test_options_that_mean_nothing_are_refused_by_name(
     with pytest.raises(SystemExit) as caught:
         main([*TINY, *options])
     assert caught.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_refused(inside: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serving", "--model", "./nowhere"]) == 2
+    assert "--model ./nowhere cannot be loaded" in capsys.readouterr().err
+
+
+def test_a_planner_is_timed_before_it_serves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With decreed acceptance a planner belongs to its engine; timing its shapes is no part of any turn."""
+    timed: list[int] = []
+    time = RoundChoice.time
+    monkeypatch.setattr(RoundChoice, "time", lambda *args: (timed.append(1), time(*args)))
+    options = ["--steps", "auto", "--page-size", "4", "--concurrency", "1", "--num-prompts", "1"]
+    assert main([*TINY, *DRAFT, *options, "--output-len", "8"]) == 0
+    assert "SYNTHETIC" in capsys.readouterr().out
+    assert len(timed) == 1  # for the one batch size, while warming up
 
 
 def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:

@@ -32,14 +32,14 @@ Turns = dict[str, list[Metrics]]  # side -> metrics, turn by turn
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was measured.
+    """What was measured so far.
 
     Attributes:
         turns: per concurrency.
     """
 
     sides: Mapping[str, Setting]
-    turns: Mapping[int, Turns]
+    turns: dict[int, Turns]
 
     def medians(self, side: str) -> list[Metrics]:
         """Of one side, per concurrency."""
@@ -69,23 +69,21 @@ def main(arguments: Sequence[str]) -> int:
         return 2
 
 
-def _run(options: argparse.Namespace, command: Sequence[str]) -> int:
+def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     sides = _sides(options)
-    if options.prompts != "random" and not options.model:
-        raise BenchError.no_tokenizer(options.prompts)
+    _check(options)
     served = make_served(options, list(sides.values()))
     load = _load(options, served)
-    outcome = Outcome(
-        sides,
-        {each: _measure(options, served, sides, load, each) for each in options.concurrency},
-    )
+    outcome = Outcome(sides, {})
+    for each in options.concurrency:
+        outcome.turns[each] = _measure(options, served, sides, load, each)
+        if options.json:  # now, so that a run that is cut short keeps what it has
+            content = _content(arguments, load, outcome)
+            options.json.write_text(json.dumps(content, indent=1) + "\n")
     for name in sides:
         print(side_table(name, outcome.medians(name)), end="\n\n")
     if options.compare:
         print(ratio_table(*outcome.ratios(), outcome.decreed), end="\n\n")
-    if options.json:
-        content = _content(options, command, load, outcome)
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
     if options.plot:
         print(plot({name: outcome.medians(name) for name in sides}, options.plot))
     if options.trace:
@@ -93,6 +91,16 @@ def _run(options: argparse.Namespace, command: Sequence[str]) -> int:
         steps = trace(served.speculator, sides[GIVEN], some, options.trace)
         print(heading(f"traced {steps} steps of {len(some)} requests: {options.trace.name}", outcome.decreed))
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Say what is wrong before minutes are spent on the rest."""
+    if options.prompts != "random" and not options.model:
+        raise BenchError.no_tokenizer(options.prompts)
+    for name in ("json", "plot", "trace"):
+        file = getattr(options, name)
+        if file is not None and not file.parent.is_dir():
+            raise BenchError.no_folder(f"--{name}", file)
 
 
 def _sides(options: argparse.Namespace) -> dict[str, Setting]:
@@ -129,9 +137,7 @@ def _measure(
     )  # fmt: skip
 
 
-def _content(
-    options: argparse.Namespace, command: Sequence[str], load: Load, outcome: Outcome
-) -> dict[str, Any]:
+def _content(arguments: Sequence[str], load: Load, outcome: Outcome) -> dict[str, Any]:
     """The results file: a row per side and concurrency, medians over the turns."""
     rows = [
         {"side": name, "turns": len(found[name]), **Metrics.median_of(found[name]).to_dict()}
@@ -140,12 +146,12 @@ def _content(
     ]
     content: dict[str, Any] = {
         "env": environment(),
-        "command": " ".join(["python -m piecewise_graph bench", *command]),
+        "command": " ".join(["python -m piecewise_graph bench", *arguments]),
         "load": load.to_dict(),
         "sides": {name: asdict(setting) for name, setting in outcome.sides.items()},
         "rows": rows,
     }
-    if options.compare:
+    if len(outcome.sides) > 1:
         name, found = outcome.ratios()
         content["ratios"] = [
             {"ratio": name, "acceptance": acceptance(outcome.decreed), "max_concurrency": concurrency}

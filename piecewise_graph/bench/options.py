@@ -36,7 +36,11 @@ def _model_options(group: argparse._ArgumentGroup) -> None:
     draft = group.add_mutually_exclusive_group()
     draft.add_argument("--draft", help="directory of an EAGLE head")
     draft.add_argument("--random-draft", choices=("eagle1", "eagle3"), help="a head with random weights")
-    group.add_argument("--dtype", choices=_DTYPES, help="default: the model's, bfloat16 for random weights")
+    group.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        help="default: the model's, float32 if it is small; bfloat16 for random weights",
+    )
     group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     group.add_argument("--compiler", default="inductor", choices=_COMPILERS)
     group.add_argument("--merge-linears", action="store_true", help="run q/k/v and gate/up as one linear")

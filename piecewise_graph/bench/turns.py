@@ -17,7 +17,7 @@ import torch
 
 from piecewise_graph.eagle.speculator import Speculator
 
-from .drive import drive
+from .drive import Timeline, drive
 from .load import Arrival
 from .metrics import Metrics
 from .settings import Setting
@@ -56,27 +56,51 @@ def take_turns(
     Args:
         warm_up: requests that each side serves untimed first; None = as many as run at a time.
     """
-    for setting in sides.values():
-        _warm_up(speculator, setting, load, concurrency, concurrency if warm_up is None else warm_up, seed)
+    opened = {name: _Side(speculator, setting, concurrency, seed) for name, setting in sides.items()}
     found: dict[str, list[Metrics]] = {name: [] for name in sides}
-    for turn in range(turns):
-        for name in reversed([*sides]) if turn % 2 else sides:
-            found[name].append(serve(speculator, sides[name], load, concurrency, seed))
+    try:
+        for side in opened.values():
+            side.warm_up(load, concurrency if warm_up is None else warm_up)
+        for turn in range(turns):
+            for name in reversed([*opened]) if turn % 2 else opened:
+                found[name].append(opened[name].serve(load))
+    finally:
+        for side in opened.values():
+            side.close()
     return found
 
 
-def serve(
-    speculator: Speculator, setting: Setting, load: Sequence[Arrival], concurrency: int, seed: int = 0
-) -> Metrics:
-    """Serve the load once with an engine of its own, from an idle device."""
-    gc.collect()
-    engine = setting.engine(speculator)
-    try:
-        if speculator.device.type == "cuda":
-            torch.cuda.synchronize(speculator.device)
-        return Metrics.of(drive(engine, load, concurrency, setting.sampling(seed)), concurrency)
-    finally:
-        engine.close()
+class _Side:
+    """A setting's engine, kept for all of its turns; while others have theirs, it has no requests."""
+
+    def __init__(self, speculator: Speculator, setting: Setting, concurrency: int, seed: int) -> None:
+        self._speculator, self._concurrency = speculator, concurrency
+        self._engine, self._sampling = setting.engine(speculator), setting.sampling(seed)
+        self.close = self._engine.close
+
+    def warm_up(self, load: Sequence[Arrival], requests: int) -> None:
+        """Compile and capture every batch size that the load can reach, then serve some of it."""
+        for size in self._sizes():
+            self._drive([_short(load[index % len(load)]) for index in range(size)], size)
+        if requests:
+            self._drive([_now(load[index % len(load)]) for index in range(requests)], self._concurrency)
+
+    def serve(self, load: Sequence[Arrival]) -> Metrics:
+        """Serve the load once, from an idle device."""
+        gc.collect()
+        if self._speculator.device.type == "cuda":
+            torch.cuda.synchronize(self._speculator.device)
+        return Metrics.of(self._drive(load, self._concurrency), self._concurrency)
+
+    def _drive(self, load: Sequence[Arrival], concurrency: int) -> Timeline:
+        timeline = drive(self._engine, load, concurrency, self._sampling)
+        self._engine.step()  # with overlap, a round for nobody is still under way
+        return timeline
+
+    def _sizes(self) -> list[int]:
+        """Of the batches that may run, largest first: graphs share memory best that way."""
+        smaller = [size for size in self._speculator.batch_sizes if size < self._concurrency]
+        return [self._concurrency, *sorted(smaller, reverse=True)]
 
 
 def ratios(first: Sequence[Metrics], second: Sequence[Metrics]) -> list[Ratio]:
@@ -89,32 +113,6 @@ def ratios(first: Sequence[Metrics], second: Sequence[Metrics]) -> list[Ratio]:
             value = statistics.median(ours) / statistics.median(theirs)
             found.append(Ratio(column, value, min(single), max(single)))
     return found
-
-
-def _warm_up(
-    speculator: Speculator,
-    setting: Setting,
-    load: Sequence[Arrival],
-    concurrency: int,
-    requests: int,
-    seed: int,
-) -> None:
-    """Compile and capture every batch size that the load can reach, then serve some of it."""
-    engine = setting.engine(speculator)
-    try:
-        for size in _sizes(speculator, concurrency):
-            short = [_short(load[index % len(load)]) for index in range(size)]
-            drive(engine, short, size, setting.sampling(seed))
-        if requests:
-            some = [load[index % len(load)] for index in range(requests)]
-            drive(engine, [_now(arrival) for arrival in some], concurrency, setting.sampling(seed))
-    finally:
-        engine.close()
-
-
-def _sizes(speculator: Speculator, concurrency: int) -> list[int]:
-    """One batch for each size that rounds are made for, largest first: graphs share memory best that way."""
-    return [concurrency, *sorted((s for s in speculator.batch_sizes if s < concurrency), reverse=True)]
 
 
 def _now(arrival: Arrival) -> Arrival:
