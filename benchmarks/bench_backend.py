@@ -35,6 +35,8 @@ from piecewise_graph.shapes import evaluate  # noqa: E402
 from piecewise_graph.split_graph import Ref  # noqa: E402
 from piecewise_graph.tape import LateCall, ReplayTape  # noqa: E402
 
+CUT_LIMITS = {"Llama-3-8B": 1.03}  # segments replayed one by one, times one graph of them
+_CUT_LIMIT = 1.08  # of other shapes
 _COLUMNS = ("shape", "tokens", "eager_ms", "compile_ms", "piecewise_ms", "speedup_eager", "speedup_compile")
 
 
@@ -88,9 +90,8 @@ def _bench_shape(
         cut = _cut_rows(shape, compiled, options)
         rows += cut
         worst = max(row["ratio"] for row in cut)
-        marks.append(
-            Mark(f"{shape.name}: segments replayed / one graph of them, worst", worst, shape.cut_limit)
-        )
+        limit = CUT_LIMITS.get(shape.name, _CUT_LIMIT)
+        marks.append(Mark(f"{shape.name}: segments replayed / one graph of them, worst", worst, limit))
 
 
 def _inputs(tokens: int, *, vocab: int, device: str) -> dict[str, Any]:

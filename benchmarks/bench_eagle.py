@@ -32,14 +32,13 @@ import torch
 import piecewise_graph as pg
 from benchmarks.common import RESULTS, Mark, Timing, alternate, read_bandwidth, table, without_out, write
 from benchmarks.eagle_pair import bench_pair
-from benchmarks.llama import SHAPES, random_model
+from benchmarks.llama import SHAPES, random_draft, random_model
 from benchmarks.paged import read_bytes
-from piecewise_graph.eagle import DraftConfig, DraftModel, Speculator
+from piecewise_graph.eagle import Speculator
 
 CONTEXT, STEPS, NEW = 128, 3, 128
 ROUND_LIMIT = 1.30  # of the floor: 8B, one request
 EXTEND_GAIN = {1: 0.11, 32: 0.05}  # throughput, against an eager draft-extend: 1B
-DRAFT_VOCAB = 32000  # of published EAGLE-3 heads
 VARIANTS = {
     "full": "full",
     "piecewise": "piecewise",
@@ -105,27 +104,6 @@ class Pair:
 
         step.close = engine.close  # type: ignore[attr-defined]
         return step
-
-
-def random_draft(target: Any, kind: str) -> DraftModel:
-    """A head as they are published: EAGLE-1 with the target's vocabulary, EAGLE-3 with 32,000 tokens."""
-    vocabulary = target.config.vocab_size
-    weight = target.get_output_embeddings().weight
-    changes: dict[str, Any] = {}
-    if kind == "eagle3":
-        changes["draft_vocab_size"] = min(DRAFT_VOCAB, vocabulary)
-    config = DraftConfig.for_target(target.config, kind, **changes)
-    d2t = None
-    if config.draft_vocab_size != vocabulary:
-        d2t = torch.arange(config.draft_vocab_size) * (vocabulary // config.draft_vocab_size - 1)
-    return DraftModel(
-        config,
-        embed_tokens=target.get_input_embeddings(),
-        lm_head=target.get_output_embeddings() if kind == "eagle1" else None,
-        d2t=d2t,
-        dtype=weight.dtype,
-        device=weight.device,
-    ).eval()
 
 
 @torch.no_grad()

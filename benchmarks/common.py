@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +12,21 @@ from typing import Any
 
 import torch
 
+from piecewise_graph.bench.environment import environment
+from piecewise_graph.bench.table import table
+
+__all__ = [
+    "RESULTS",
+    "Mark",
+    "Timing",
+    "alternate",
+    "alternate_host",
+    "environment",
+    "read_bandwidth",
+    "table",
+    "without_out",
+    "write",
+]
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -29,32 +42,15 @@ class Mark:
         return {**asdict(self), "met": self.value <= self.limit}
 
 
-def environment() -> dict[str, Any]:
-    """Hardware and versions that a figure depends on."""
-    import transformers
-
-    env: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "cuda": torch.version.cuda,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-    if torch.cuda.is_available():
-        import triton
-
-        env["triton"] = triton.__version__
-        env["driver"] = _driver()
-    return env
-
-
-def _driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def write(path: Path, command: str, rows: Sequence[Mapping[str, Any]], marks: Sequence[Mark]) -> None:
-    """Write the results file and print the marks."""
+def write(
+    path: Path,
+    command: str,
+    rows: Sequence[Mapping[str, Any]],
+    marks: Sequence[Mark],
+    *,
+    report: bool = True,
+) -> None:
+    """Write the results file and, with `report`, print the marks."""
     content = {
         "env": environment(),
         "command": command,
@@ -63,7 +59,7 @@ def write(path: Path, command: str, rows: Sequence[Mapping[str, Any]], marks: Se
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
-    for mark in content["marks"]:
+    for mark in content["marks"] if report else ():
         verdict = "met   " if mark["met"] else "MISSED"
         print(f"{verdict} {mark['name']}: {mark['value']:.4g} (limit {mark['limit']:.4g})")
 
@@ -162,18 +158,3 @@ def read_bandwidth(device: torch.device, size: int = 2**30) -> float:
         end.synchronize()
         best = max(best, 10 * size / (start.elapsed_time(end) / 1e3))
     return best
-
-
-def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Rows as aligned text."""
-    cells = [list(columns)] + [[_cell(row.get(column)) for column in columns] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells
-    )
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    return "-" if value is None else str(value)

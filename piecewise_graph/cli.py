@@ -1,10 +1,11 @@
-"""The command line: `python -m piecewise_graph demo | explain | generate | doctor`."""
+"""The command line: `python -m piecewise_graph demo | explain | generate | bench | doctor`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import platform
+import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
@@ -15,6 +16,9 @@ from piecewise_graph import demo, facades
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse `argv` (default: the process's) and run the command; returns the exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["bench"]:  # its options are its own
+        return facades.bench(given[1:])
     parser = argparse.ArgumentParser(prog="python -m piecewise_graph", description="Piecewise CUDA graphs")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
@@ -25,8 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _generate_options(
         commands.add_parser("generate", help="speculative decoding with a draft head, beside plain decoding")
     )
+    commands.add_parser("bench", help="measure: `bench serving`, an engine under load")
     commands.add_parser("doctor", help="say what this environment can do")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(given)
     if options.command == "doctor":
         return doctor()
     if options.command == "generate":

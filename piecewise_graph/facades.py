@@ -38,13 +38,18 @@ def generate(options: Any) -> int:
     return command.run(options)
 
 
-def speculative_demo(
-    path: str, prompt: Sequence[int], max_new_tokens: int, compiler: str, device: str
-) -> None:
+def bench(arguments: Sequence[str]) -> int:
+    """See bench/command.py; `arguments` follow "bench" on the command line."""
+    from piecewise_graph.bench import command
+
+    return command.main(arguments)
+
+
+def speculative_demo(path: str, prompt: Sequence[int], new_tokens: int, compiler: str, device: str) -> None:
     """See eagle/command.py."""
     from piecewise_graph.eagle import command
 
-    command.demo(path, prompt, max_new_tokens, compiler, device)
+    command.demo(path, prompt, new_tokens, compiler, device)
 
 
 def bind_copy(destinations: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool] | None:

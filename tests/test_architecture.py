@@ -18,6 +18,7 @@ ROOT = Path(pg.__file__).parent
 CORE = sorted(ROOT.glob("*.py"))
 CUSTOM_OPS = sorted((ROOT.parent / "custom_ops").rglob("*.py"))
 EAGLE = sorted((ROOT / "eagle").rglob("*.py"))
+BENCH = sorted((ROOT / "bench").rglob("*.py"))
 
 # A module imports from lines above its own, never from its own line or below.
 LEVELS = (
@@ -97,18 +98,28 @@ def test_module_imports_downward_only(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOWNWARD, ids=lambda p: p.stem)
 def test_core_never_imports_its_consumers(path: Path) -> None:
-    assert not re.search(r"import .*custom_ops|from .*(custom_ops|\.eagle)", path.read_text(encoding="utf-8"))
+    assert not re.search(
+        r"import .*custom_ops|from .*(custom_ops|\.eagle|\.bench)", path.read_text(encoding="utf-8")
+    )
 
 
 @pytest.mark.parametrize("path", CUSTOM_OPS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_custom_ops_never_import_their_consumers(path: Path) -> None:
-    assert not re.search(r"^\s*(import|from) .*\beagle\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert not re.search(
+        r"^\s*(import|from) .*\b(eagle|bench)\b", path.read_text(encoding="utf-8"), re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("path", EAGLE, ids=lambda p: f"eagle/{p.stem}")
-def test_eagle_imports_its_own_modules_relatively_and_others_absolutely(path: Path) -> None:
+def test_eagle_never_imports_its_benchmark(path: Path) -> None:
+    assert not re.search(r"^\s*(import|from) .*\bbench\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", EAGLE + BENCH, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_consumers_import_their_own_modules_relatively_and_others_absolutely(path: Path) -> None:
     froms = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.ImportFrom)]
-    assert not [node.module for node in froms if (node.module or "").startswith("piecewise_graph.eagle")]
+    own = f"piecewise_graph.{path.parent.name}"
+    assert not [node.module for node in froms if (node.module or "").startswith(own)]
     assert all(node.level <= 1 for node in froms)
 
 
@@ -129,6 +140,7 @@ def torch_alone() -> set[str]:
         "import piecewise_graph",
         "import piecewise_graph.custom_ops.attention",
         "import piecewise_graph.eagle",
+        "import piecewise_graph.bench.options",
     ],
 )
 def test_import_in_a_fresh_process_loads_nothing_heavy(statement: str, torch_alone: set[str]) -> None:
@@ -149,7 +161,7 @@ def test_import_in_a_fresh_process_loads_nothing_heavy(statement: str, torch_alo
 
 @pytest.mark.parametrize(
     "path",
-    [p for p in CORE + CUSTOM_OPS + EAGLE if p.stem != "_torch"],
+    [p for p in CORE + CUSTOM_OPS + EAGLE + BENCH if p.stem != "_torch"],
     ids=lambda p: f"{p.parent.name}/{p.stem}",
 )
 def test_only_one_file_touches_private_torch(path: Path) -> None:
@@ -176,7 +188,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
-@pytest.mark.parametrize("path", CORE + EAGLE, ids=lambda p: f"{p.parent.name}/{p.stem}")
+@pytest.mark.parametrize("path", CORE + EAGLE + BENCH, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_functions_fit_on_a_screen_and_files_stay_short(path: Path) -> None:
     tree = parsed(path)
     long = {f.name: f.end_lineno - f.lineno + 1 for f in functions(tree) if f.end_lineno - f.lineno >= 60}
@@ -218,7 +230,7 @@ def test_no_public_name_is_a_submodule_but_errors() -> None:
 def test_environment_is_read_in_one_file() -> None:
     readers = [
         path.stem
-        for path in CORE + CUSTOM_OPS + EAGLE
+        for path in CORE + CUSTOM_OPS + EAGLE + BENCH
         if re.search(r"\benviron\b|\bgetenv\b", re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL))
         and re.search(r"os\.(environ|getenv)|from os import", path.read_text())
     ]
@@ -227,11 +239,11 @@ def test_environment_is_read_in_one_file() -> None:
 
 def test_every_error_message_is_built_in_the_catalogue() -> None:
     """Outside of errors.py an error is raised through a constructor with a name, or re-raised."""
-    catalogues = [ROOT / "errors.py", ROOT / "eagle" / "errors.py"]
+    catalogues = [ROOT / folder / "errors.py" for folder in ("", "eagle", "bench")]
     catalogue = {n.name for file in catalogues for n in parsed(file).body if isinstance(n, ast.ClassDef)}
     direct = [
         f"{path.stem}:{node.lineno}"
-        for path in CORE + EAGLE
+        for path in CORE + EAGLE + BENCH
         if path.stem != "errors"
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in catalogue

@@ -89,6 +89,83 @@ def test_eagle(tmp_path: Path) -> None:
         assert {row["synthetic_accept_length"] for row in mine if row["graphs"] == "full"} == {1.0, 2.5}
 
 
+def test_serving(tmp_path: Path) -> None:
+    options = [
+        "--concurrency",
+        "1,2",
+        "--turns",
+        "1",
+        "--input-len",
+        "16",
+        "--output-len",
+        "16",
+        "--specialize",
+        "",
+    ]
+    found = run("bench_serving", options, tmp_path / "out.json")
+    kinds = {
+        kind: [row for row in found["rows"] if row["kind"] == kind] for kind in ("side", "ratio", "idle")
+    }
+    changes = ["overlap=off", "extend=eager", "graphs=piecewise", "steps=0"]
+    for users in (1, 2):
+        own = [row for row in kinds["side"] if row["max_concurrency"] == users]
+        assert [row["side"] for row in own if row["load"] == "serving"] == ["as given", *changes]
+        assert [row["side"] for row in own if row["load"] == "decode"] == [
+            "as given",
+            "overlap=off",
+            "steps=0",
+        ]
+        assert {row["acceptance"] for row in own if row["side"] == "steps=0"} == {"real"}
+        assert {row["acceptance"] for row in own if row["side"] != "steps=0"} == {"SYNTHETIC"}
+    assert len(kinds["ratio"]) == 2 * (len(changes) + 2) * 3  # users, changes on both loads, columns
+    assert [(row["max_concurrency"], row["overlap"]) for row in kinds["idle"]] == [(1, True), (1, False)]
+    assert all(row["steps"] == 2 and row["between_launches"] is None for row in kinds["idle"])  # on a CPU
+    assert found["marks"] == []  # nothing is promised of this shape
+
+
+def test_serving_results_of_several_runs_add_up(tmp_path: Path) -> None:
+    results, out = importlib.import_module("benchmarks.serving_results"), tmp_path / "out.json"
+
+    def rows(shape: str, tpot: float) -> list[dict[str, Any]]:
+        side = {"kind": "side", "shape": shape, "load": "decode", "side": "steps=0"}
+        return [side | {"max_concurrency": users, "median_tpot_ms": tpot} for users in (1, 4)]
+
+    for command, shape, tpot in (("first", "8b", 5.5), ("second", "1b", 1.5), ("third", "8b", 4.5)):
+        results.Results(out, command).add(rows(shape, tpot))
+    found = json.loads(out.read_text())
+    assert found["command"] == "first; second; third"
+    assert [(row["shape"], row["median_tpot_ms"]) for row in found["rows"]] == [
+        ("1b", 1.5), ("1b", 1.5), ("8b", 4.5), ("8b", 4.5),
+    ]  # fmt: skip
+    assert [mark["met"] for mark in found["marks"]] == [True, True]
+    out.write_text(out.read_text().replace(torch.__version__, "1.0"))
+    results.Results(out, "fourth").add(rows("1b", 1.0))
+    assert len(json.loads(out.read_text())["rows"]) == 2
+
+
+def test_marks_of_serving() -> None:
+    serving = importlib.import_module("benchmarks.serving_marks")
+
+    def ratio(value: float, users: int) -> dict[str, Any]:
+        return {"kind": "ratio", "shape": "1b", "load": "decode", "max_concurrency": users,
+                "ratio": "as given / overlap=off", "column": "median_tpot_ms", "value": value}  # fmt: skip
+
+    def idle(share: float, overlap: bool) -> dict[str, Any]:
+        return {"kind": "idle", "shape": "1b", "max_concurrency": 16, "overlap": overlap,
+                "between_launches": share}  # fmt: skip
+
+    def met(*rows: dict[str, Any]) -> list[tuple[float, bool]]:
+        return [(mark.value, mark.as_row()["met"]) for mark in serving.marks_of(rows)]
+
+    assert met(ratio(0.90, 1), ratio(0.97, 16), ratio(0.97, 4)) == [(0.90, True), (0.97, False)]
+    # Overlap cannot remove more than there is; where there was enough, it should have.
+    assert met(ratio(0.97, 16), idle(0.02, False)) == [(0.02, True)]
+    assert met(ratio(0.97, 16), idle(0.20, False), idle(0.04, True)) == [(0.97, False), (0.04, False)]
+    plain = {"kind": "side", "shape": "8b", "load": "decode", "side": "steps=0"}
+    plain |= {"max_concurrency": 4, "median_tpot_ms": 4.9}
+    assert met(plain) == [(4.9, True)]
+
+
 def test_compare(tmp_path: Path) -> None:
     options = ["--tokens", "1,4", "--sides", SIDES]
     found = run("bench_compare", options, tmp_path / "out.json")

@@ -13,7 +13,7 @@ import torch
 
 import piecewise_graph as pg
 
-from .shapes import DraftShape, Sampling
+from .shapes import DraftShape, Sampling, planner_shapes
 from .speculator import AUTO, Speculator
 from .statistics import Statistics
 
@@ -39,10 +39,10 @@ def run(options: argparse.Namespace) -> int:
 
     Greedy text must be the same with and without a draft; in float32 a difference ends with status 1.
     """
-    tokenizer, target = _load(options)
+    tokenizer, target = load_target(options.model, options.dtype, options.device)
     prompt = tokenizer(options.prompt, add_special_tokens=False).input_ids
     shape = _shape(options)
-    speculator = _speculator(options, target, [shape] if shape != AUTO else _shapes(options), len(prompt))
+    speculator = _speculator(options, target, [shape] if shape != AUTO else planner_shapes(), len(prompt))
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     asked: dict[str, Any] = {"plain decoding": _PLAIN, str(shape): shape}
     runs = {
@@ -142,18 +142,18 @@ def demo(path: str, prompt: Sequence[int], max_new_tokens: int, compiler: str, d
     print(f"{same} of {len(runs)} give the tokens of plain decoding")
 
 
-def _load(options: argparse.Namespace) -> tuple[Any, Any]:
+def load_target(path: str, dtype: str | None, device: str) -> tuple[Any, Any]:
+    """(tokenizer, target on our attention); without a dtype its own, or float32 where the model is small."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     pg.register_attention()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    dtype = getattr(torch, options.dtype) if options.dtype else "auto"
+    tokenizer = AutoTokenizer.from_pretrained(path)
     target: Any = AutoModelForCausalLM.from_pretrained(
-        options.model, attn_implementation="piecewise", dtype=dtype
+        path, attn_implementation="piecewise", dtype=getattr(torch, dtype) if dtype else "auto"
     )
-    if not options.dtype and sum(p.numel() for p in target.parameters()) <= _SMALL:
+    if not dtype and sum(p.numel() for p in target.parameters()) <= _SMALL:
         target = target.float()
-    return tokenizer, target.to(options.device).eval()
+    return tokenizer, target.to(device).eval()
 
 
 def _draft(path: Any, target: Any) -> Any:
@@ -182,11 +182,6 @@ def _shape(options: argparse.Namespace) -> DraftShape | str:
     if options.steps == AUTO:
         return AUTO
     return DraftShape(int(options.steps), options.topk, options.num_draft_tokens)
-
-
-def _shapes(options: argparse.Namespace) -> list[DraftShape]:
-    """What the planner may choose from."""
-    return [DraftShape(steps) for steps in (1, 2, 3, 4, 5)] + [DraftShape(3, 2), DraftShape(5, 4, 16)]
 
 
 def _rounds(target: Any) -> bool:

@@ -78,6 +78,12 @@ class DraftShape:
         return f"a tree of {self.steps} steps, top-k {self.topk}, {self.nodes} tokens"
 
 
+def planner_shapes(*, trees: bool = True) -> list[DraftShape]:
+    """What the command line lets the planner choose from, beside plain decoding."""
+    chains = [DraftShape(steps) for steps in (1, 2, 3, 4, 5)]
+    return [*chains, DraftShape(3, 2), DraftShape(5, 4, 16)] if trees else chains
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the tokens of one request are chosen from the target's logits.

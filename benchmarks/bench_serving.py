@@ -1,0 +1,245 @@
+"""An engine under load: what overlap scheduling, graphs and speculation are worth to a server.
+
+    python -m benchmarks.bench_serving
+
+Llamas with random weights in bf16 and an EAGLE-1 head, a chain of 3 steps, SYNTHETIC acceptance of 2.5 tokens
+per round; then the repository's trained pair (`byte-eagle1`, `byte-eagle3`), where acceptance is real. One
+speculator per shape, so that everything is compiled once; sides take turns in one process, on the same
+requests:
+
+    as given          overlap on, draft, verify and draft-extend one graph each
+    overlap=off       the host reads a round's result before it launches the next round
+    extend=eager      draft-extend as plain PyTorch
+    graphs=piecewise  forwards are tapes, attention between the graphs
+    steps=0           plain decoding
+
+on two loads:
+
+    serving  two requests per user, prompts and answers in the same steps: what users see
+    decode   one request per user, short prompts and long answers: hardly anything but rounds
+
+Then a few rounds of the decode load are traced, with overlap and without, for the share of time in which the
+device idles (idle_time.py). Rows of earlier runs on the same machine stay in the results file until they are
+measured again, so shapes and parts can be measured one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import piecewise_graph as pg
+from benchmarks.common import RESULTS, table, without_out
+from benchmarks.eagle_pair import HEADS, MODELS, heldout_prompts
+from benchmarks.idle_time import IdleTime, idle_time, read_events
+from benchmarks.llama import SHAPES, random_draft, random_model
+from benchmarks.serving_results import Results
+from piecewise_graph.bench.load import Load, arrivals
+from piecewise_graph.bench.metrics import COLUMNS, Metrics, acceptance
+from piecewise_graph.bench.settings import Setting
+from piecewise_graph.bench.trace import trace
+from piecewise_graph.bench.turns import ratios, take_turns
+from piecewise_graph.eagle import Speculator, load_draft
+
+STEPS, ACCEPT_LENGTH = 3, 2.5
+PAIRS = {f"byte-{kind}": folder for kind, folder in HEADS.items()}
+GIVEN = "as given"
+COMPARED = {"overlap": "overlap=off", "extend": "extend=eager", "graphs": "graphs=piecewise",
+            "speculation": "steps=0"}  # fmt: skip
+DECODED = ("overlap=off", "steps=0")  # sides of the decode load, beside the given one
+PARTS = (*COMPARED, "decode", "idle")
+DECODE_PROMPT = 16  # tokens: those of 32 requests fit into one step
+TRACED = (1, 16)  # requests
+Row = dict[str, Any]
+
+
+class Subject:
+    """A target, its head and their speculator.
+
+    Attributes:
+        base: the setting that all others differ from.
+    """
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        began = time.perf_counter()
+        self.name, self._options = name, options
+        target, draft = _trained(name) if name in PAIRS else _random(name)
+        decreed = None if name in PAIRS else ACCEPT_LENGTH
+        self.base = Setting(steps=STEPS, overlap=True, synthetic_accept_length=decreed)
+        self._vocabulary = target.get_input_embeddings().weight.shape[0]
+        compiled: dict[str, Any] = {"compiler": options.compiler, "specialize": _numbers(options.specialize)}
+        self.speculator = Speculator(
+            target,
+            draft,
+            shapes=[STEPS, 0],
+            max_requests=max(options.users),
+            max_seq_len=options.input_len + options.output_len,
+            page_size=16,
+            batch_sizes=options.users,
+            graphs={"prefill": options.prefill} if options.prefill else {},
+            options={**compiled, "merge_linears": True},
+            draft_options=compiled,
+        )
+        self.base.engine(self.speculator).close()  # which compiles and captures prefill
+        self.start_seconds = time.perf_counter() - began
+
+    def load(self, kind: str) -> Load:
+        """Of one kind, for any number of requests."""
+        options = self._options
+        most, total = options.input_len, options.input_len + options.output_len
+        if kind == "decode":
+            most = min(DECODE_PROMPT, most)
+        texts = heldout_prompts(64) if self.name in PAIRS else None
+        answer = total - most if kind == "decode" else options.output_len
+        return Load(most, answer, vocab_size=self._vocabulary, texts=texts)
+
+
+def _random(shape: str) -> tuple[Any, Any]:
+    pg.register_attention()
+    target = random_model(SHAPES[shape], _device(), "piecewise")
+    return target, random_draft(target, "eagle1")
+
+
+def _trained(name: str) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM
+
+    pg.register_attention()
+    target: Any = AutoModelForCausalLM.from_pretrained(
+        MODELS / "byte-llama", attn_implementation="piecewise",
+        dtype=torch.bfloat16 if torch.cuda.is_available() else torch.float32,
+    )  # fmt: skip
+    target = target.to(_device()).eval()
+    return target, load_draft(MODELS / PAIRS[name], target)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def bench(subject: Subject, options: argparse.Namespace) -> Iterator[list[Row]]:
+    """Rows of one subject, part by part."""
+    yield [{"kind": "start", "shape": subject.name, "start_s": subject.start_seconds}]
+    for users in options.users:
+        changes = [change for part, change in COMPARED.items() if part in options.parts]
+        if changes:
+            yield measured(subject, "serving", users, changes, options)
+        if "decode" in options.parts:
+            yield measured(subject, "decode", users, DECODED, options)
+        if "idle" in options.parts and users in TRACED:
+            yield [idle_row(subject, users, overlap, options.rounds) for overlap in (True, False)]
+
+
+def measured(
+    subject: Subject, kind: str, users: int, changes: Sequence[str], options: argparse.Namespace
+) -> list[Row]:
+    """A row per side, medians over its turns, and a row per ratio of the given side to another."""
+    sides = {GIVEN: subject.base}
+    sides |= {change: subject.base.but(change, has_draft=True) for change in changes}
+    count = users * (options.requests_per_user if kind == "serving" else 1)
+    load = subject.load(kind)
+    found = take_turns(subject.speculator, sides, arrivals(load, count), users, turns=options.turns)
+    place = {"shape": subject.name, "load": kind}
+    rows: list[Row] = [
+        {"kind": "side", **place, "side": side, "input_len": load.input_len, "output_len": load.output_len,
+         **Metrics.median_of(turns).to_dict()}
+        for side, turns in found.items()
+    ]  # fmt: skip
+    return rows + [
+        {"kind": "ratio", **place, "max_concurrency": users, "ratio": f"{GIVEN} / {change}",
+         "acceptance": acceptance(found[GIVEN][0].synthetic), **asdict(ratio)}
+        for change in changes
+        for ratio in ratios(found[GIVEN], found[change])
+    ]  # fmt: skip
+
+
+def idle_row(subject: Subject, users: int, overlap: bool, rounds: int) -> Row:
+    """Idle shares of the device in some rounds of the decode load; None on a CPU."""
+    load = arrivals(subject.load("decode"), users)
+    setting = replace(subject.base, overlap=overlap)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        steps = trace(subject.speculator, setting, load, file, steps=rounds)
+        found = idle_time(read_events(file))
+    shares = dict.fromkeys(IdleTime.__annotations__) if found is None else asdict(found)
+    place = {"shape": subject.name, "max_concurrency": users, "overlap": overlap}
+    label = acceptance(setting.synthetic_accept_length)
+    return {"kind": "idle", **place, "acceptance": label, "steps": steps, **shares}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    options = _options(given)
+    command = " ".join(["python -m benchmarks.bench_serving", *without_out(given)])
+    results = Results(options.out, command)
+    for name in filter(None, options.shapes.split(",")):
+        for more in bench(Subject(name, options), options):
+            results.add(more)
+            _show(more)
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    results.finish()
+    return 0
+
+
+def _show(rows: Sequence[Mapping[str, Any]]) -> None:
+    columns = {
+        "side": ("shape", "load", "side", "acceptance", *COLUMNS),
+        "ratio": (
+            "shape",
+            "load",
+            "ratio",
+            "acceptance",
+            "max_concurrency",
+            "column",
+            "value",
+            "low",
+            "high",
+        ),
+        "idle": ("shape", "max_concurrency", "overlap", "acceptance", "nothing_runs", "between_launches"),
+        "start": ("shape", "start_s"),
+    }
+    for kind, names in columns.items():
+        own = [row for row in rows if row["kind"] == kind]
+        if own:
+            print(table(own, names), end="\n\n", flush=True)
+
+
+def _options(given: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", default=",".join(["1b", "8b", *PAIRS]), help="of " + ", ".join(SHAPES))
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to measure")
+    parser.add_argument("--concurrency", default="1,4,16,32", help="users, who wait for their answers")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--requests-per-user", type=int, default=2, help="of the serving load")
+    parser.add_argument("--rounds", type=int, default=16, help="that are traced")
+    parser.add_argument("--compiler", default="inductor")
+    parser.add_argument("--prefill", choices=("piecewise", "compiled", "eager"), help="how prompts run")
+    parser.add_argument("--specialize", default=f"1,{STEPS + 1}", help="row counts with code of their own")
+    parser.add_argument("--out", type=Path, default=RESULTS / "bench_serving.json")
+    options = parser.parse_args(given)
+    options.parts, options.users = options.parts.split(","), _numbers(options.concurrency)
+    unknown = set(options.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    return options
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,70 @@
+"""What is promised of serving, checked on the rows of bench_serving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.common import Mark
+
+OVERLAP_GAINS = {1: 1.08, 16: 1.05}  # requests -> time per output token without overlap / with it: 1B
+IDLE_LIMIT = 0.03  # of the time, with overlap
+PLAIN_LIMITS = {1: 4.93, 4: 4.92, 16: 5.12, 32: 5.50}  # ms per token of a request: 8B
+Row = Mapping[str, Any]
+
+
+def marks_of(rows: Sequence[Row]) -> list[Mark]:
+    """Those that the rows say something about."""
+    return [*_overlap_marks(rows), *_idle_marks(rows), *_plain_marks(rows)]
+
+
+def _overlap_marks(rows: Sequence[Row]) -> Iterator[Mark]:
+    """Overlap can only remove time in which the device waits for the host.
+
+    Where there is less of that than the gain that was promised, the share of it without overlap is the mark.
+    """
+    for row in rows:
+        wanted = row["kind"] == "ratio" and (row["shape"], row["load"]) == ("1b", "decode")
+        if not wanted or row["ratio"] != "as given / overlap=off" or row["column"] != "median_tpot_ms":
+            continue
+        users = row["max_concurrency"]
+        if users not in OVERLAP_GAINS:
+            continue
+        limit = 1 / OVERLAP_GAINS[users]
+        idle = _idle(rows, "1b", users, overlap=False)
+        if row["value"] > limit and idle is not None and idle <= 1 - limit:
+            name = (
+                f"1b, {users} requests, overlap off: device idle between launches, less than the gain asked"
+            )
+            yield Mark(name, idle, 1 - limit)
+        else:
+            yield Mark(f"1b, {users} requests: time per output token, overlap on / off", row["value"], limit)
+
+
+def _idle_marks(rows: Sequence[Row]) -> Iterator[Mark]:
+    for row in rows:
+        if row["kind"] == "idle" and row["overlap"] and row["between_launches"] is not None:
+            name = (
+                f"{row['shape']}, {row['max_concurrency']} requests, overlap on: idle between graph launches"
+            )
+            yield Mark(name, row["between_launches"], IDLE_LIMIT)
+
+
+def _plain_marks(rows: Sequence[Row]) -> Iterator[Mark]:
+    for row in rows:
+        if row["kind"] == "side" and (row["shape"], row["load"], row["side"]) == ("8b", "decode", "steps=0"):
+            users = row["max_concurrency"]
+            if users in PLAIN_LIMITS:
+                name = f"8b plain decode, {users} requests: median TPOT in ms"
+                yield Mark(name, row["median_tpot_ms"], PLAIN_LIMITS[users])
+
+
+def _idle(rows: Sequence[Row], shape: str, users: int, *, overlap: bool) -> float | None:
+    """The measured share between launches, where it was measured."""
+    for row in rows:
+        if row["kind"] == "idle" and (row["shape"], row["max_concurrency"], row["overlap"]) == (
+            shape, users, overlap,
+        ):  # fmt: skip
+            share: float | None = row["between_launches"]
+            return share
+    return None

@@ -1,0 +1,119 @@
+"""Models of known shapes with random weights: what serving costs, where no checkpoint is at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .draft_config import DraftConfig, Kind
+
+if TYPE_CHECKING:
+    from .draft import DraftModel
+
+DRAFT_VOCAB = 32000  # of published EAGLE-3 heads
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Attributes:
+    name: for people.
+    config: what LlamaConfig is given, beside the vocabulary and the K/V heads of Llama 3.
+    """
+
+    name: str
+    config: dict[str, Any]
+
+
+MODEL_SHAPES = {
+    "8b": ModelShape(
+        "Llama-3-8B",
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    ),
+    "1b": ModelShape(
+        "Llama-3.2-1B",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "tiny": ModelShape(
+        "tiny",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+        },
+    ),
+    # As many layers as the 8B shape, each so small that the device never makes the host wait.
+    "deep": ModelShape(
+        "32 small layers",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+        },
+    ),
+}
+
+
+def random_model(
+    shape: ModelShape, device: torch.device | str, attention: str, dtype: torch.dtype = torch.bfloat16
+) -> Any:
+    """A Llama of this shape with random weights.
+
+    Args:
+        attention: transformers' name of the implementation, such as "piecewise" or "sdpa".
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **{"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192} | shape.config
+    )
+    config._attn_implementation = attention
+    default = torch.get_default_dtype()
+    # Weights made in inference mode could not be moved, which merge_linears does.
+    with torch.device(device), torch.inference_mode(False):
+        torch.set_default_dtype(dtype)
+        try:
+            return LlamaForCausalLM(config).eval()
+        finally:
+            torch.set_default_dtype(default)
+
+
+def random_draft(target: Any, kind: Kind) -> DraftModel:
+    """A head as they are published, with random weights, beside the target and of its dtype.
+
+    Args:
+        kind: "eagle1", with the target's vocabulary, or "eagle3", with 32,000 tokens at most.
+    """
+    from .draft import DraftModel
+
+    vocabulary = target.config.vocab_size
+    weight = target.get_output_embeddings().weight
+    changes: dict[str, Any] = {}
+    if kind == "eagle3":
+        changes["draft_vocab_size"] = min(DRAFT_VOCAB, vocabulary)
+    config = DraftConfig.for_target(target.config, kind, **changes)
+    d2t = None
+    if config.draft_vocab_size != vocabulary:
+        d2t = torch.arange(config.draft_vocab_size) * (vocabulary // config.draft_vocab_size - 1)
+    return DraftModel(
+        config,
+        embed_tokens=target.get_input_embeddings(),
+        lm_head=target.get_output_embeddings() if kind == "eagle1" else None,
+        d2t=d2t,
+        dtype=weight.dtype,
+        device=weight.device,
+    ).eval()
