@@ -81,7 +81,7 @@ def _decode_seconds(speculator: Speculator, prompts: Sequence[list[int]], shape:
     """(seconds per token of a request, prefill left out; statistics)."""
     from piecewise_graph.eagle import Statistics
 
-    engine, requests = speculator.session(prompts, max_new_tokens=NEW, shape=shape)
+    engine, requests = speculator.session(prompts, max_new_tokens=NEW, shape=shape, overlap=None)
     try:
         engine.step()
         before = sum(len(request.tokens) for request in requests)

@@ -79,7 +79,19 @@ def test_host(tmp_path: Path) -> None:
 
 
 def test_eagle(tmp_path: Path) -> None:
-    options = ["--heads", "eagle1", "--batches", "1,2", "--turns", "1", "--specialize", "", "--no-pair"]
+    options = [
+        "--heads",
+        "eagle1",
+        "--batches",
+        "1,2",
+        "--turns",
+        "1",
+        "--specialize",
+        "",
+        "--draft-specialize",
+        "",
+        "--no-pair",
+    ]
     found = run("bench_eagle", options, tmp_path / "out.json")
     rows = [row for row in found["rows"] if "graphs" in row]
     sides = ["full", "piecewise", "draft eager", "verify eager", "extend eager", "extend compiled", "plain"]
@@ -164,6 +176,18 @@ def test_marks_of_serving() -> None:
     plain = {"kind": "side", "shape": "8b", "load": "decode", "side": "steps=0"}
     plain |= {"max_concurrency": 4, "median_tpot_ms": 4.9}
     assert met(plain) == [(4.9, True)]
+
+
+def test_eagle_greedy(tmp_path: Path) -> None:
+    benchmark = importlib.import_module("benchmarks.eagle_greedy")
+    options = ["--heads", "eagle1", "--prompts", "3", "--new-tokens", "4", "--compiler", "eager"]
+    assert benchmark.main([*options, "--out", str(tmp_path / "out.json")]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert len(found["rows"]) == len(benchmark.WAYS) * len(benchmark.CHAINS + benchmark.TREES)
+    assert all(row["differences"] == [] for row in found["rows"])  # float32
+    assert benchmark.differences([[1, 2], [3, 4]], [[1, 2], [3, 5]], [[1.0, 2.0], [3.0, 0.5]]) == [
+        {"prompt": 1, "token": 1, "gap": 0.5}
+    ]
 
 
 def test_compare(tmp_path: Path) -> None:
