@@ -36,7 +36,7 @@ from benchmarks.llama import SHAPES, random_draft, random_model
 from benchmarks.paged import read_bytes
 from piecewise_graph.eagle import Speculator
 
-CONTEXT, STEPS, NEW = 128, 3, 128
+CONTEXT, STEPS, NEW = 128, 3, 256
 ROUND_LIMIT = 1.30  # of the floor: 8B, one request
 EXTEND_GAIN = {1: 0.11, 32: 0.05}  # throughput, against an eager draft-extend: 1B
 VARIANTS = {
@@ -84,7 +84,7 @@ class Pair:
         """One round of `batch` requests that begin at the same length every few rounds."""
         vocabulary = self.target.config.vocab_size
         prompts = [[(7 * i + j) % vocabulary for j in range(CONTEXT)] for i in range(batch)]
-        engine, _ = self.speculator.session(
+        engine, requests = self.speculator.session(
             prompts,
             max_new_tokens=NEW,
             shape=shape,
@@ -92,14 +92,16 @@ class Pair:
             synthetic=accept_length if shape else None,
             overlap=None,
         )
-        for _ in range(2):  # the prompts, and a round, which is captured where it is the first of its kind
+        while not all(request.tokens for request in requests):
             engine.step()
+        engine.rewind()
+        engine.step()  # the first round of its kind is captured
         rounds = 0
 
         def step() -> None:
             nonlocal rounds
             rounds += 1
-            if rounds * (STEPS + 1) > NEW // 2:
+            if (rounds + 3) * (STEPS + 1) > NEW:
                 engine.rewind()
                 rounds = 0
             engine.step()

@@ -191,6 +191,8 @@ class Engine:
     def _launch(self) -> bool:
         """Send the next step to the device; False where there is nothing to do."""
         scheduler = self._scheduler
+        while self._under_way and self._under_way[0].result.has_arrived:
+            self._settle(keep=len(self._under_way) - 1)  # the host is the slower one: no need to be late
         if scheduler.is_short():
             self._settle(keep=0)  # some may be finished
         scheduler.make_room()

@@ -33,6 +33,11 @@ class Result:
             arrived.record()
         return cls(sent[0], sent[1], arrived)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return at once. Of a CPU never: it stands in for a device that is busy."""
+        return self.arrived is not None and self.arrived.query()
+
     def wait(self) -> None:
         """Until the copies are there; whatever was launched after them goes on."""
         if self.arrived is not None:
