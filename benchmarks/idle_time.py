@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what the device does
+from piecewise_graph.bench.segments import WORK
+
 Span = tuple[float, float]  # (start, end) in microseconds
 Event = Mapping[str, Any]
 
@@ -42,7 +43,7 @@ class IdleTime:
 
 def idle_time(events: Iterable[Event]) -> IdleTime | None:
     """Of one device's trace events; None where the device did nothing."""
-    work = [event for event in events if event.get("ph") == "X" and event.get("cat") in DEVICE_WORK]
+    work = [event for event in events if event.get("ph") == "X" and event.get("cat") in WORK]
     if not work:
         return None
     launches = launch_spans(work)

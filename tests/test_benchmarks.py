@@ -170,8 +170,8 @@ def test_marks_of_serving() -> None:
         return [(mark.value, mark.as_row()["met"]) for mark in serving.marks_of(rows)]
 
     assert met(ratio(0.90, 1), ratio(0.97, 16), ratio(0.97, 4)) == [(0.90, True), (0.97, False)]
-    # Overlap cannot remove more than there is: 1 - 0.97 * (1 - 0.01) of the time, if the device is busy for as
-    # long on both sides; where there was enough, it should have.
+    # Overlap cannot remove more than there is: 1 - 0.97 * (1 - 0.01) of the time, if the device is busy for
+    # as long on both sides; where there was enough, it should have.
     off = pytest.approx(1 - 0.97 * 0.99)
     assert met(ratio(0.97, 16), idle(0.20, False), idle(0.01, True)) == [(off, True), (0.01, True)]
     assert met(ratio(0.97, 16), idle(0.20, False), idle(0.04, True)) == [(0.97, False), (0.04, False)]

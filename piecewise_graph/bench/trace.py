@@ -15,6 +15,7 @@ from piecewise_graph.eagle.speculator import Speculator
 from .errors import BenchError
 from .load import Arrival
 from .metrics import acceptance
+from .segments import segment_events
 from .settings import Setting
 
 STEPS = 16
@@ -26,7 +27,7 @@ def trace(
 ) -> int:
     """Write a trace of up to `steps` steps of the whole load at once; fewer where a request ends before.
 
-    The engine names the phases of a round in it: `draft`, `verify` and `draft-extend`.
+    Each step is a `round` in it, with `draft`, `verify` and `draft-extend`; their graphs are numbered.
 
     Args:
         load: as many requests as shall run together; each gets all the tokens that there is room for, and
@@ -80,4 +81,12 @@ def _record(engine: Any, device: torch.device, running: int, path: Path, steps: 
             torch.cuda.synchronize(device)
         profiler.add_metadata_json("acceptance", json.dumps(acceptance(engine.decreed)))
     profiler.export_chrome_trace(str(path))
+    _number_segments(path)
     return recorded
+
+
+def _number_segments(path: Path) -> None:
+    """Add the numbers of graphs to a trace file."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["traceEvents"] += segment_events(content["traceEvents"])
+    path.write_text(json.dumps(content), encoding="utf-8")

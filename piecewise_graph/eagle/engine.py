@@ -24,6 +24,7 @@ from .launches import Launch, fresh
 from .prefill import Piece, Prefill
 from .request import Request, check_request
 from .round_choice import RoundChoice
+from .runner import named
 from .scheduler import Scheduler
 from .shapes import DraftShape, Sampling
 from .workshop import Workshop
@@ -165,7 +166,7 @@ class Engine:
             SpeculatorError: a phase could not be captured.
             Exception: whatever `on_tokens` raises. Nothing is lost: the next step goes on from there.
         """
-        with self._context():
+        with self._context(), named("round"):
             if self._torn:
                 self._recover()
             self._torn = True
@@ -214,7 +215,9 @@ class Engine:
 
     def _launch_prompts(self, pieces: Sequence[Piece]) -> None:
         chunk = self._prefill.lay_out(pieces)
-        self._launched(Launch(self._prefill.launch(chunk), started=fresh(chunk)), pieces)
+        with named("prompts"):
+            result = self._prefill.launch(chunk)
+        self._launched(Launch(result, started=fresh(chunk)), pieces)
 
     def _launch_round(self, batch: Sequence[Request], shape: DraftShape, pieces: Sequence[Piece]) -> None:
         ready = self._workshop.round_for(self._choice.key(batch, shape))
