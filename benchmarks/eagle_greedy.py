@@ -55,8 +55,8 @@ def bench(head: str, options: argparse.Namespace) -> list[Row]:
     compiled = {"compiler": options.compiler}
     speculator = Speculator(
         target, load_draft(MODELS / HEADS[head], target), shapes=CHAINS + TREES, max_requests=16,
-        batch_sizes=[16], max_seq_len=4 * options.prompts + options.new_tokens, options=compiled,
-        draft_options=compiled,
+        batch_sizes=[16], max_seq_len=4 * options.prompts + options.new_tokens,
+        graphs={"prefill": "compiled"}, options=compiled, draft_options=compiled,
     )  # fmt: skip
     rows = []
     for shape in CHAINS + TREES:
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", default="eagle1,eagle3")
     parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--out", type=Path, default=RESULTS / "eagle_greedy.json")
     options = parser.parse_args(given)

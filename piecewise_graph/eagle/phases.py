@@ -96,10 +96,11 @@ class Phases:
 
     def accepted_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """(ids, positions int32 `[B*N]`, features `[B*N, F]`) for the draft: N rows of every request."""
-        if self.round.shape.is_tree:  # accepting has permuted the slots of the path
+        accepted, features = self.round.accepted, self.round.buffers.features
+        if self.round.shape.is_tree:  # the path's rows lie apart, and accepting has permuted its slots
             _look_up_pages(self.round)
-        accepted = self.round.accepted
-        return accepted.input_ids, accepted.positions, self.round.buffers.features[accepted.hidden_index]
+            features = features[accepted.hidden_index]
+        return accepted.input_ids, accepted.positions, features
 
     def leave(self, way: str, hidden: Tensor) -> None:
         """Keep where the next draft begins, of `hidden [B*N, H]`."""
@@ -123,7 +124,7 @@ class Phases:
                 logits = models.head(way, None, hidden=hidden)
 
     def _guess(self, logits: Tensor, step: int) -> Tensor:
-        """int32 `[B]`, in the target's vocabulary; kept with its distribution where it is drawn."""
+        """int32 `[B]`, of the target's vocabulary; kept with their distribution where they are drawn."""
         draft, round = self.models.draft, self.round
         if self.rule == GREEDY:
             return draft.to_target(logits.argmax(-1)).int()
