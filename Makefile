@@ -1,8 +1,10 @@
 # `make demo` and `make test` set everything up themselves, in .venv.
 #   PYTHON=python3.12   the interpreter to build the environment from
 #   VENV=none           install nothing, use PYTHON's environment as it is
+#   WORKERS=4           how many tests run side by side (with pytest-xdist)
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= auto
 
 ifeq ($(VENV),none)
 PY := $(PYTHON)
@@ -23,8 +25,10 @@ PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check -c constraints.tx
 demo: $(READY) ## run the demonstration
 	$(PY) -m piecewise_graph demo
 
+# One thread per worker: on as many workers as cores, more threads would only wait for each other. Workers begin
+# with whole files, whose fixtures are made once, and then take over from each other.
 test: $(READY) ## run the tests (GPU tests skip themselves without a GPU)
-	$(PY) -m pytest -q
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q $$($(PY) -c 'import xdist' 2>/dev/null && echo "-n $(WORKERS) --dist worksteal")
 
 lint: $(READY) package-list ## ruff, ruff format, mypy
 	$(PY) -m ruff check .
