@@ -259,6 +259,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "word": ({"shape": "best"}, "steps='best'"),
     "phase": ({"graphs": {"prefil": "eager"}}, "graphs={'prefil': 'eager'} names no phase"),
     "way": ({"graphs": "fast"}, "graphs={'draft': 'fast'} names no phase, or no way"),
+    "prefill": ({"graphs": {"prefill": "compiled"}}, "this speculator runs prompts 'eager'"),
     "rates": ({"synthetic": 9.0, "shape": 5}, "a mean of 9.0 tokens from 5 steps"),
 }  # fmt: skip
 

@@ -167,6 +167,13 @@ class SpeculatorError(PiecewiseError, ValueError):
         )
 
     @classmethod
+    def prefill_is_fixed(cls, asked: object, fixed: str) -> SpeculatorError:
+        return cls(
+            f"graphs={{'prefill': {asked!r}}} of a generation; this speculator runs prompts {fixed!r}.",
+            "pass it when the speculator is made: Speculator(..., graphs={'prefill': ...}).",
+        )
+
+    @classmethod
     def unprepared(cls, shape: object, known: Iterable[object]) -> SpeculatorError:
         return cls(
             f"{shape} was not named when the speculator was made, which has {', '.join(map(str, known))}.",

@@ -147,7 +147,7 @@ class Speculator:
             sampling: the same; None = greedy.
             stop: token ids that end a request; the one that did is kept as its last token.
             shape: one of the speculator's, "auto" = the planner's choice in every round; None = the first.
-            graphs: how phases run, where it shall differ from the speculator's.
+            graphs: how phases run, where it shall differ from the speculator's; prompts run as it says.
             synthetic: decree acceptance, for models with random weights: a mean accept length, or rates per
                 position. The tokens mean nothing then, and the statistics say so.
             overlap: as in `engine`.
@@ -187,6 +187,9 @@ class Speculator:
         overlap: bool | None = False,
     ) -> tuple[Engine, list[Request]]:
         """The same, to be stepped by the caller: an engine that these prompts wait in.
+
+        Args:
+            overlap: as in `engine`; by default without, so that what a step found is there when it returns.
 
         Returns:
             (engine, requests in the order of the prompts).
@@ -259,6 +262,8 @@ class Speculator:
 
     def _ways(self, graphs: str | Mapping[str, str] | None) -> dict[str, str]:
         if graphs is None or not isinstance(graphs, str):
+            if graphs and "prefill" in graphs:
+                raise SpeculatorError.prefill_is_fixed(graphs["prefill"], self.graphs["prefill"])
             graphs = {**self.graphs, **(graphs or {})}
         return ways(graphs, self.graphs["prefill"])
 
