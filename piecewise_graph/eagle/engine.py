@@ -238,12 +238,12 @@ class Engine:
         while len(self._under_way) > keep:
             launch = self._under_way[0]
             launch.read(self._choice.observe)
-            self._under_way.popleft()
             for request in launch.requests:
                 if len(request.tokens) > request.reported:
                     self._news[request] = None
                 if request.finished:
                     self._scheduler.release(request)
+            self._under_way.popleft()  # last: an interrupt before it reads the result once more
 
     def _choose(self, batch: Sequence[Request]) -> DraftShape:
         """The shape of the next round; a draft that has fallen behind has caught up when this returns."""
