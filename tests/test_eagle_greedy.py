@@ -135,12 +135,15 @@ def test_trees_accept_no_less_than_chains_of_their_depth(head: str, loops: Loops
 BEHIND = 17  # tokens from which on the first one is outside of a window of 16
 
 
-def exact_loop(window: int | None, shapes: Sequence[DraftShape]) -> tuple[Speculator, Any]:
+def exact_loop(
+    window: int | None, shapes: Sequence[DraftShape], prefill_rows: int = 11
+) -> tuple[Speculator, Any]:
     """A draft that sees all that its target sees, and the target with plain attention."""
     features: Any = {"window": window, "bigram": window is None}
     target = small_target(**features)
     loop = Speculator(
-        target, twin(target), shapes=shapes, max_requests=4, batch_sizes=[1], max_seq_len=60, prefill_rows=11,
+        target, twin(target), shapes=shapes, max_requests=4, batch_sizes=[1], max_seq_len=60,
+        prefill_rows=prefill_rows,
         **QUICK,
     )  # fmt: skip
     return loop, small_target("sdpa", **features)
@@ -181,7 +184,7 @@ class InTurn(Planner):
 def test_rounds_of_all_shapes_follow_each_other() -> None:
     """The draft catches up with plain rounds, and is right again at once: each round is accepted whole."""
     shapes = [CHAINS[4], PLAIN, TREES[0], PLAIN, PLAIN, CHAINS[0], TREES[4], CHAINS[2]]
-    loop, plain = exact_loop(16, shapes)
+    loop, plain = exact_loop(16, shapes, prefill_rows=64)  # both requests begin together
     loop.planner = InTurn(shapes)
     prompts, count = small_prompts([BEHIND, 20]), 40
     wanted = greedy(plain, prompts, count)
@@ -352,6 +355,7 @@ def test_second_generation_captures_and_compiles_nothing(small_loops: Any) -> No
         rounds = 0
         before = pg.counters.snapshot()["phase_replays"]
         with pg.counters.expect(traces=0, compiles=0, tapes=0, captures=0, phase_captures=0, not_full=0):
+            engine.step()  # the prompts
             while engine.unfinished:
                 engine.step()
                 rounds += 1

@@ -621,6 +621,13 @@ def test_every_function_is_held_by_a_test_here() -> None:
     assert not {name for name in public if f"_torch.{name}" not in source}
 
 
+def test_a_profiler_is_noticed() -> None:
+    assert not _torch.is_profiling()
+    with torch.profiler.profile():
+        assert _torch.is_profiling()
+    assert not _torch.is_profiling()
+
+
 def test_a_number_is_told_from_a_size() -> None:
     seen: list[bool] = []
 
