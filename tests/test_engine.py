@@ -239,6 +239,28 @@ def test_a_round_is_launched_before_the_result_of_the_one_before_is_read(
         assert order == (["launch", *["launch", "read"] * 4, "read"] if overlap else one_each)
 
 
+def test_the_round_too_many_of_a_tree_keeps_no_page() -> None:
+    """It runs past the pages of a finished request: its commit must not move one where nobody takes it back.
+
+    The next request in that row would write there, into a page of its neighbour.
+    """
+    loop = make(shapes=[DraftShape(5, 2, 12)], max_requests=2)
+
+    def serve(*asked: tuple[list[int], int]) -> list[Request]:
+        engine = loop.engine(overlap=True)
+        requests = [engine.add_request(prompt, max_new_tokens=count) for prompt, count in asked]
+        run(engine)
+        return requests
+
+    [short], [other], [neighbour] = small_prompts([5], 1), small_prompts([5], 4), small_prompts([20])
+    serve((short, 11))
+    table = loop._workshop.table
+    table.flush()
+    assert not table.block_table.any()
+    for request in serve((other, 11), (neighbour, 20)):
+        assert request.tokens == lone(request, CHAIN)
+
+
 def busy(engine: Engine, rounds: int, how: Sequence[Sampling]) -> list[Request]:
     """Requests join and leave while so many steps run."""
     rng, requests = random.Random(0), list[Request]()
