@@ -376,6 +376,23 @@ def test_request_that_never_fits_is_refused_when_it_comes(loop: Speculator) -> N
 # Callers.
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_rewound_request_is_heard_again_and_finishes(loop: Speculator, overlap: bool) -> None:
+    engine, heard = loop.engine(overlap=overlap), list[int]()
+    [prompt] = small_prompts([12])
+    request = engine.add_request(prompt, max_new_tokens=10, on_tokens=lambda _, new: heard.extend(new))
+    while len(request.tokens) < 3:
+        engine.step()
+    first = request.tokens[0]
+    engine.rewind()
+    heard.clear()
+    finished = []
+    while engine.unfinished:
+        finished += engine.step()
+    assert finished == [request]
+    assert [first, *heard] == request.tokens == lone(request, CHAIN)
+
+
 def test_callbacks_may_abort_and_add(loop: Speculator) -> None:
     engine = loop.engine(overlap=True)
     added: list[Request] = []

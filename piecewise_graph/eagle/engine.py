@@ -184,7 +184,7 @@ class Engine:
             self._settle(keep=0)
             for request in self._scheduler.running:
                 del request.tokens[1:]
-                request.drafted = request.reported = request.length
+                request.drafted, request.reported = request.length, min(request.reported, 1)
             self._prefill.place(self._scheduler.running)
 
     # What a step is made of.
