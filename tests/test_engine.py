@@ -468,6 +468,33 @@ def test_interrupted_steps_are_gone_on_from(
     assert all_free(loop)
 
 
+def test_interrupt_while_a_finished_request_is_released(
+    loop: Speculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is known to be finished by then, and nobody else would ever release it."""
+    [prompt] = small_prompts([6])
+    engine = loop.engine(shape=PLAIN, overlap=True)
+    request = engine.add_request(prompt, max_new_tokens=9)
+    release, interrupted = engine._scheduler.release, []
+
+    def interrupts_once(request: Request) -> None:
+        if not interrupted:
+            interrupted.append(request)
+            raise KeyboardInterrupt
+        release(request)
+
+    monkeypatch.setattr(engine._scheduler, "release", interrupts_once)
+    finished = []
+    for _ in range(60):
+        try:
+            finished += engine.step()
+        except KeyboardInterrupt:
+            continue
+    assert interrupted == finished == [request]
+    assert request.tokens == lone(request, PLAIN)
+    assert all_free(loop)
+
+
 def test_aborted_request_keeps_its_tokens_and_gets_no_more(loop: Speculator) -> None:
     engine = loop.engine(overlap=True)
     requests = [engine.add_request(p, max_new_tokens=20) for p in small_prompts([3, 5, 20, 2, 6])]

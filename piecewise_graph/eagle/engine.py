@@ -238,12 +238,12 @@ class Engine:
         while len(self._under_way) > keep:
             launch = self._under_way[0]
             launch.read(self._choice.observe)
-            self._under_way.popleft()
             for request in launch.requests:
                 if len(request.tokens) > request.reported:
                     self._news[request] = None
                 if request.finished:
                     self._scheduler.release(request)
+            self._under_way.popleft()  # last: after an exception above it is read once more
 
     def _choose(self, batch: Sequence[Request]) -> DraftShape:
         """The shape of the next round; a draft that has fallen behind has caught up when this returns."""
@@ -275,6 +275,6 @@ class Engine:
     def _recover(self) -> None:
         """Go on after an exception: read what was launched whole, and begin again from what is known."""
         self._settle(keep=0)
-        for request in self._scheduler.running:
+        for request in self.running:
             request.ahead = request.results_ahead = 0
         self._prefill.place(self.running)

@@ -113,8 +113,8 @@ class Scheduler:
             return
         for held in (self.prefilling, self.running):
             if request in held:
-                self.table.close(request.slot)
                 held.remove(request)
+                self.table.close(request.slot)
 
     def _makes_room_for(self, request: Request) -> bool:
         """Whether a request may go on; the youngest give way until it can, itself at last."""
