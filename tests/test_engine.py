@@ -495,6 +495,20 @@ def test_interrupt_while_a_finished_request_is_released(
     assert all_free(loop)
 
 
+def test_interrupt_while_a_request_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot is open by then; without it nobody could be let in any more."""
+    loop = make(max_requests=1)
+    engine = loop.engine(shape=PLAIN)
+    request = engine.add_request(small_prompts([6])[0], max_new_tokens=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._scheduler.table, "reserve", lambda tokens: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    run(engine)
+    assert request.tokens == lone(request, PLAIN)
+    assert all_free(loop)
+
+
 def test_aborted_request_keeps_its_tokens_and_gets_no_more(loop: Speculator) -> None:
     engine = loop.engine(overlap=True)
     requests = [engine.add_request(p, max_new_tokens=20) for p in small_prompts([3, 5, 20, 2, 6])]

@@ -275,6 +275,7 @@ class Engine:
     def _recover(self) -> None:
         """Go on after an exception: read what was launched whole, and begin again from what is known."""
         self._settle(keep=0)
+        self._scheduler.reclaim()
         for request in self.running:
             request.ahead = request.results_ahead = 0
         self._prefill.place(self.running)
