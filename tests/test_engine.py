@@ -239,6 +239,28 @@ def test_a_round_is_launched_before_the_result_of_the_one_before_is_read(
         assert order == (["launch", *["launch", "read"] * 4, "read"] if overlap else one_each)
 
 
+def test_the_round_too_many_of_a_tree_keeps_no_page() -> None:
+    """It runs past the pages of a finished request: its commit must not move one where nobody takes it back.
+
+    The next request in that row would write there, into a page of its neighbour.
+    """
+    loop = make(shapes=[DraftShape(5, 2, 12)], max_requests=2)
+
+    def serve(*asked: tuple[list[int], int]) -> list[Request]:
+        engine = loop.engine(overlap=True)
+        requests = [engine.add_request(prompt, max_new_tokens=count) for prompt, count in asked]
+        run(engine)
+        return requests
+
+    [short], [other], [neighbour] = small_prompts([5], 1), small_prompts([5], 4), small_prompts([20])
+    serve((short, 11))
+    table = loop._workshop.table
+    table.flush()
+    assert not table.block_table.any()
+    for request in serve((other, 11), (neighbour, 20)):
+        assert request.tokens == lone(request, CHAIN)
+
+
 def busy(engine: Engine, rounds: int, how: Sequence[Sampling]) -> list[Request]:
     """Requests join and leave while so many steps run."""
     rng, requests = random.Random(0), list[Request]()
@@ -354,6 +376,23 @@ def test_request_that_never_fits_is_refused_when_it_comes(loop: Speculator) -> N
 # Callers.
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_rewound_request_is_heard_again_and_finishes(loop: Speculator, overlap: bool) -> None:
+    engine, heard = loop.engine(overlap=overlap), list[int]()
+    [prompt] = small_prompts([12])
+    request = engine.add_request(prompt, max_new_tokens=10, on_tokens=lambda _, new: heard.extend(new))
+    while len(request.tokens) < 3:
+        engine.step()
+    first = request.tokens[0]
+    engine.rewind()
+    heard.clear()
+    finished = []
+    while engine.unfinished:
+        finished += engine.step()
+    assert finished == [request]
+    assert [first, *heard] == request.tokens == lone(request, CHAIN)
+
+
 def test_callbacks_may_abort_and_add(loop: Speculator) -> None:
     engine = loop.engine(overlap=True)
     added: list[Request] = []
@@ -426,6 +465,47 @@ def test_interrupted_steps_are_gone_on_from(
     assert calls >= 4
     monkeypatch.undo()
     assert [request.tokens for request in requests] == [lone(request, shape) for request in requests]
+    assert all_free(loop)
+
+
+def test_interrupt_while_a_finished_request_is_released(
+    loop: Speculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is known to be finished by then, and nobody else would ever release it."""
+    [prompt] = small_prompts([6])
+    engine = loop.engine(shape=PLAIN, overlap=True)
+    request = engine.add_request(prompt, max_new_tokens=9)
+    release, interrupted = engine._scheduler.release, []
+
+    def interrupts_once(request: Request) -> None:
+        if not interrupted:
+            interrupted.append(request)
+            raise KeyboardInterrupt
+        release(request)
+
+    monkeypatch.setattr(engine._scheduler, "release", interrupts_once)
+    finished = []
+    for _ in range(60):
+        try:
+            finished += engine.step()
+        except KeyboardInterrupt:
+            continue
+    assert interrupted == finished == [request]
+    assert request.tokens == lone(request, PLAIN)
+    assert all_free(loop)
+
+
+def test_interrupt_while_a_request_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot is open by then; without it nobody could be let in any more."""
+    loop = make(max_requests=1)
+    engine = loop.engine(shape=PLAIN)
+    request = engine.add_request(small_prompts([6])[0], max_new_tokens=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._scheduler.table, "reserve", lambda tokens: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    run(engine)
+    assert request.tokens == lone(request, PLAIN)
     assert all_free(loop)
 
 

@@ -128,6 +128,7 @@ class TestKernels:
         vocab = 41
         batch, _, tokens, mask = random_verify(seed, size, nodes, steps, vocab)
         batch = replace(batch, seq_lens=batch.seq_lens + seed % 3)  # too little room at times
+        batch.table[:, batch.table.shape[1] - seed % 5 :] = 0  # and too few pages
         out = garbage(md.Accepted.allocate(batch, nodes=nodes, steps=steps))
         if greedy:
             # A choice that is mostly some child's token.

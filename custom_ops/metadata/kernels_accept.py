@@ -78,7 +78,8 @@ def _commit(
     slots = slot_of(table, request, length + n, inside & live, row_pages, PAGE)
     tl.debug_barrier()  # all is read: the table and seq_lens may change now
     if PERMUTE:
-        fits = live & (length + nodes <= row_pages)
+        owned = tl.sum((inside & (slots != 0)).to(tl.int32), 0)
+        fits = live & (owned == nodes)  # entries without a page stay behind those that have one
         after = count + n - tl.cumsum(path, 0)  # the rest follows the path, in its order
         to = tl.where(fits, tl.where(path != 0, depth, after), n)
         entry = table + request.to(tl.int64) * row_pages + length + to

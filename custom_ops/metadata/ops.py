@@ -240,7 +240,7 @@ def accept_greedy(
     permutes the request's entries of `batch.table` at tokens `seq_len .. seq_len + N - 1`: slots of the
     accepted path first, in order, then the others in theirs. No K or V is copied, no slot is lost. A chain's
     accepted tokens are in place already, whatever the page size. Reserve `seq_len + N` tokens before the
-    round: a row too short for them is not permuted.
+    round: a row without pages for all of them is not permuted.
 
     Source: draft-extend rows of fixed size as in sglang#6606 and #9588; the commit permutes a block table
     where SGLang moves K and V.

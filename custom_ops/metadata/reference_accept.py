@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kv_cache import SINK_SLOT
 from .reference import live_lens, slots_of
 
 
@@ -180,13 +181,17 @@ def _commit(
 
 
 def _permute(requests: Tensor, lens: Tensor, table: Tensor, order: Tensor) -> None:
-    """`table[request, len + i] = table[request, len + order[i]]`, where the row has room for all nodes."""
+    """`table[request, len + i] = table[request, len + order[i]]`, where all nodes have pages.
+
+    Others would get entries that the row's owner does not know of, and never takes back.
+    """
     nodes = order.shape[1]
     node = torch.arange(nodes, device=order.device)
     fits = (requests != 0) & (lens + nodes <= table.shape[1])
     start = torch.where(fits, lens, 0)[:, None]
     rows = requests.long()[:, None]
     before = table[rows, (start + order).clamp(max=table.shape[1] - 1)]
+    fits = fits & (before != SINK_SLOT).all(1)
     # Padded requests and full rows write into an extra row, which is dropped.
     room = torch.cat([table, table.new_zeros(1, table.shape[1])])
     rows = torch.where(fits[:, None], rows, table.shape[0])

@@ -184,7 +184,7 @@ class Engine:
             self._settle(keep=0)
             for request in self._scheduler.running:
                 del request.tokens[1:]
-                request.drafted = request.reported = request.length
+                request.drafted, request.reported = request.length, min(request.reported, 1)
             self._prefill.place(self._scheduler.running)
 
     # What a step is made of.
@@ -243,7 +243,7 @@ class Engine:
                     self._news[request] = None
                 if request.finished:
                     self._scheduler.release(request)
-            self._under_way.popleft()  # last: an interrupt before it reads the result once more
+            self._under_way.popleft()  # last: after an exception above it is read once more
 
     def _choose(self, batch: Sequence[Request]) -> DraftShape:
         """The shape of the next round; a draft that has fallen behind has caught up when this returns."""
@@ -275,6 +275,7 @@ class Engine:
     def _recover(self) -> None:
         """Go on after an exception: read what was launched whole, and begin again from what is known."""
         self._settle(keep=0)
-        for request in self._scheduler.running:
+        self._scheduler.reclaim()
+        for request in self.running:
             request.ahead = request.results_ahead = 0
         self._prefill.place(self.running)

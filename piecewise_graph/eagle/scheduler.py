@@ -113,8 +113,15 @@ class Scheduler:
             return
         for held in (self.prefilling, self.running):
             if request in held:
-                self.table.close(request.slot)
                 held.remove(request)
+                self.table.close(request.slot)
+
+    def reclaim(self) -> None:
+        """Close slots that no request holds: an exception came while one was let in or released."""
+        held = {request.slot for request in self.prefilling + self.running}
+        for slot in self.table.open_slots:
+            if slot not in held:
+                self.table.close(slot)
 
     def _makes_room_for(self, request: Request) -> bool:
         """Whether a request may go on; the youngest give way until it can, itself at last."""
