@@ -88,7 +88,7 @@ def test_prefill_that_was_interrupted_is_begun_anew(
 def test_second_engine_is_refused_until_the_first_is_closed(speculator: Speculator) -> None:
     engine, _ = speculator.session(PROMPTS, max_new_tokens=30)
     engine.step()
-    with pytest.raises(SpeculatorError, match=r"another engine.*2 running requests"):
+    with pytest.raises(SpeculatorError, match=r"another engine.*3 unfinished requests"):
         speculator.generate(PROMPTS, max_new_tokens=3)
     speculator.close()
     assert speculator.generate(PROMPTS, max_new_tokens=3)

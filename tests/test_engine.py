@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import piecewise_graph as pg
-from piecewise_graph.eagle import DraftShape, Engine, Request, Sampling, Speculator
+from piecewise_graph.eagle import DraftShape, Engine, Request, Sampling, Speculator, SpeculatorError
 from piecewise_graph.eagle.results import Result
 from piecewise_graph.errors import PiecewiseError
 
@@ -522,6 +522,21 @@ def test_aborted_request_keeps_its_tokens_and_gets_no_more(loop: Speculator) -> 
     assert [request.tokens for request in requests[1:]] == tokens[1:]
     assert requests[0].tokens == lone(requests[0], CHAIN)
     assert all_free(loop)
+
+
+def test_one_engine_at_a_time_has_requests(loop: Speculator) -> None:
+    """Slots are not told apart by who opened them."""
+    first, second = loop.engine(), loop.engine()
+    mine = first.add_request([1, 2, 3], max_new_tokens=5)
+    with pytest.raises(SpeculatorError, match="another engine of this speculator has 1 unfinished requests"):
+        second.add_request([1, 2], max_new_tokens=5)
+    with pytest.raises(SpeculatorError, match="request 0 is none of this engine's"):
+        second.abort(mine)
+    run(first)
+    assert mine.tokens == lone(mine, CHAIN)
+    other = second.add_request([1, 2], max_new_tokens=5)
+    run(second)
+    assert other.tokens == lone(other, CHAIN)
 
 
 # For a long time.

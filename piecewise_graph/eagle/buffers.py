@@ -2,8 +2,7 @@
 
 Letters of shapes: `R` rows of the request table (row 0: padding), `B` requests of a batch, `N` draft tokens,
 `S` steps, `H` hidden size of the draft, `F` columns of the target's features, `V` vocabulary, `D` the draft's
-vocabulary, `P` pages of a request, `G` rounds
-that may run without the draft before it has to catch up.
+vocabulary, `P` pages of a request, `G` rounds that may run without the draft before it has to catch up.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ STATE = (
     Field("top_k", ("R",)),
     Field("top_p", ("R",), torch.float32, pad=1),
     Field("seed", ("R",), torch.int64),
-    Field("place", ("R",)),  # among the prompts: decreed acceptance differs even where seeds do not
+    Field("place", ("R",)),  # among the engine's requests: decreed acceptance differs even where seeds do not
 )
 
 # Features of the latest plain rounds, for a draft that has to catch up; row `position % G`.

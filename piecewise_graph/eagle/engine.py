@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+from .errors import SpeculatorError
 from .launches import Launch, fresh
 from .prefill import Piece, Prefill
 from .request import Request, check_request
@@ -42,6 +43,7 @@ class Engine:
         max_seq_len: of prompt and new tokens together.
         overlap: read results one step late.
         context: surrounds what runs on the device.
+        claim: raises where another engine has requests: two would compete for slots that each thinks its own.
     """
 
     def __init__(
@@ -54,10 +56,11 @@ class Engine:
         max_seq_len: int,
         overlap: bool,
         context: Callable[[], AbstractContextManager[None]],
+        claim: Callable[[Engine], None],
     ) -> None:
         self._workshop, self._prefill, self._choice = workshop, prefill, choice
         self._room, self._max_seq_len = room, max_seq_len
-        self._overlap, self._context = overlap, context
+        self._overlap, self._context, self._claim = overlap, context, claim
         self._scheduler = Scheduler(workshop.table, room)
         self._under_way: deque[Launch] = deque()
         self._news: dict[Request, None] = {}  # who has tokens that `on_tokens` has not seen, in order
@@ -110,7 +113,7 @@ class Engine:
             the request; its `tokens` grow, until it is `finished`.
 
         Raises:
-            SpeculatorError: it can never be served.
+            SpeculatorError: it can never be served, or another engine of the speculator has requests.
             CacheError: it alone would need more pages than there are.
             AddressMovedError: a weight moved since the graphs that read it were captured.
         """
@@ -139,16 +142,23 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue what `make_request` made."""
+        self._claim(self)
         self._scheduler.waiting.append(request)
 
     def abort(self, request: Request) -> None:
         """End a request now. It keeps the tokens that it has; what is under way for it is dropped.
 
         Nothing happens to one that is finished.
+
+        Raises:
+            SpeculatorError: it is a request of another engine.
         """
-        if not request.finished:
-            request.aborted = True
-            self._scheduler.release(request)
+        if request.finished:
+            return
+        if not self._scheduler.holds(request):
+            raise SpeculatorError.foreign_request(request.index)
+        request.aborted = True
+        self._scheduler.release(request)
 
     def close(self) -> None:
         """Abort all requests."""
@@ -164,7 +174,8 @@ class Engine:
 
         Raises:
             SpeculatorError: a phase could not be captured.
-            Exception: whatever `on_tokens` raises. Nothing is lost: the next step goes on from there.
+            Exception: whatever `on_tokens` raises. Nothing is lost: the next step goes on from there, and
+                tells the others first; call it once more where nothing is unfinished.
         """
         with self._context(), named("round"):
             if self._torn:
@@ -178,7 +189,8 @@ class Engine:
     def rewind(self) -> None:
         """Put the running requests back to where their prompts ended, for timings that want rounds alike.
 
-        The first draft afterwards begins with the hidden states of the last round, and may be a poor one.
+        Statistics go on, and so do requests that are not running yet. The first draft afterwards begins with
+        the hidden states of the last round, and may be a poor one.
         """
         with self._context():
             self._settle(keep=0)

@@ -200,10 +200,16 @@ class SpeculatorError(PiecewiseError, ValueError):
         )
 
     @classmethod
-    def engine_open(cls, running: int) -> SpeculatorError:
+    def engine_open(cls, unfinished: int) -> SpeculatorError:
         return cls(
-            f"another engine of this speculator has {running} running requests.",
+            f"another engine of this speculator has {unfinished} unfinished requests.",
             "step it until nothing is unfinished, or close it: engine.close(), or speculator.close().",
+        )
+
+    @classmethod
+    def foreign_request(cls, index: int) -> SpeculatorError:
+        return cls(
+            f"request {index} is none of this engine's.", "abort it where add_request was called for it."
         )
 
     @classmethod

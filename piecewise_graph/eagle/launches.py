@@ -72,7 +72,8 @@ class Launch:
 
     def _give_round(self, request: Request, tokens: Sequence[int]) -> None:
         assert self.shape is not None
-        request.counts.add_round(self.shape.steps, self.shape.nodes - 1, len(tokens))
+        if request not in self.had:  # a second reading counts nothing
+            request.counts.add_round(self.shape.steps, self.shape.nodes - 1, len(tokens))
         self._give(request, tokens)
         if self.shape.steps:
             request.drafted = request.length

@@ -106,6 +106,10 @@ class Scheduler:
                 self.prefilling.remove(piece.request)
                 self.running.append(piece.request)
 
+    def holds(self, request: Request) -> bool:
+        """Whether it waits or runs here."""
+        return any(request in held for held in (self.waiting, self.prefilling, self.running))
+
     def release(self, request: Request) -> None:
         """Give back what a request holds, and forget it."""
         if request in self.waiting:

@@ -214,7 +214,7 @@ class Speculator:
         synthetic: float | Sequence[float] | None = None,
         overlap: bool | None = None,
     ) -> Engine:
-        """Continuous batching: requests join and leave while others run; one engine at a time.
+        """Continuous batching: requests join and leave while others run; one engine at a time has any.
 
         Args:
             shape, graphs, synthetic: of all rounds, as in `generate`.
@@ -222,7 +222,7 @@ class Speculator:
                 waits for the host; the tokens are the same. None = on a GPU.
 
         Raises:
-            SpeculatorError: another engine of this speculator has running requests.
+            SpeculatorError: another engine of this speculator has unfinished requests.
             AddressMovedError: a weight moved since the graphs that read it were captured.
         """
         engine = self._engine(shape, graphs, synthetic, overlap)
@@ -251,13 +251,19 @@ class Speculator:
             max_seq_len=self.max_seq_len,
             overlap=self.device.type == "cuda" if overlap is None else overlap,
             context=self._running,
+            claim=self._claim,
         )
 
     def _open(self, engine: Engine) -> None:
-        if self._latest is not None and self._latest.running:
-            raise SpeculatorError.engine_open(len(self._latest.running))
+        self._claim(engine)
         self._workshop.weights.check()
         self._prepare_prefill()
+
+    def _claim(self, engine: Engine) -> None:
+        """Slots and pages are this engine's from now on."""
+        latest = self._latest
+        if latest is not None and latest is not engine and latest.unfinished:
+            raise SpeculatorError.engine_open(latest.unfinished)
         self._latest = engine
 
     def _ways(self, graphs: str | Mapping[str, str] | None) -> dict[str, str]:
