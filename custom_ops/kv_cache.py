@@ -101,10 +101,9 @@ class RequestTable:
         self.max_pages = -(-max_seq_len // page_size)
         self.total_pages = num_pages - 1
         self.block_table = torch.zeros(max_requests + 1, self.max_pages, dtype=torch.int32, device=device)
-        self._free_pages = list(range(num_pages - 1, 0, -1))
-        self._free_slots = list(range(max_requests, 0, -1))
         self._pages: dict[int, list[int]] = {}
         self._unsent: dict[int, int] = {}  # flat index into block_table -> page
+        self.clear()
 
     @classmethod
     def for_cache(cls, cache: PagedKVCache, *, max_requests: int, max_seq_len: int) -> RequestTable:
@@ -179,6 +178,13 @@ class RequestTable:
         self._free_pages.extend(reversed(pages))
         del self._pages[slot]
         self._free_slots.append(slot)
+
+    def clear(self) -> None:
+        """Close all slots and take back all pages, whatever state an exception has left the table in."""
+        self._free_pages = list(range(self.total_pages, 0, -1))
+        self._free_slots = list(range(self.max_requests, 0, -1))
+        self._pages, self._unsent = {}, {}
+        self.block_table.zero_()
 
     def flush(self) -> None:
         """Send what changed to the device, without waiting. Call it before the batch that needs it."""

@@ -43,7 +43,7 @@ class Engine:
         max_seq_len: of prompt and new tokens together.
         overlap: read results one step late.
         context: surrounds what runs on the device.
-        claim: raises where another engine has requests: two would compete for slots that each thinks its own.
+        claim: raises where another engine has requests: both would take slots for their own.
     """
 
     def __init__(
@@ -64,13 +64,14 @@ class Engine:
         self._scheduler = Scheduler(workshop.table, room)
         self._under_way: deque[Launch] = deque()
         self._news: dict[Request, None] = {}  # who has tokens that `on_tokens` has not seen, in order
+        self._unfinished: dict[Request, None] = {}
         self._came = 0
         self._torn = False  # an exception ended a step: the device may be ahead of the host
 
     @property
     def unfinished(self) -> int:
         """Requests that want more tokens."""
-        return self._scheduler.unfinished
+        return len(self._unfinished)
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -143,6 +144,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue what `make_request` made."""
         self._claim(self)
+        self._unfinished[request] = None
         self._scheduler.waiting.append(request)
 
     def abort(self, request: Request) -> None:
@@ -155,16 +157,19 @@ class Engine:
         """
         if request.finished:
             return
-        if not self._scheduler.holds(request):
+        if request not in self._unfinished:
             raise SpeculatorError.foreign_request(request.index)
         request.aborted = True
-        self._scheduler.release(request)
+        self._release(request)
 
     def close(self) -> None:
         """Abort all requests."""
         self._under_way.clear()
-        for request in (*self._scheduler.waiting, *self.running):
+        for request in list(self._unfinished):
             self.abort(request)
+        if self._torn:
+            self._recover()
+            self._torn = False
 
     def step(self) -> list[Request]:
         """Launch what is due, a chunk of prompts, a round of all that run, or both; then read results.
@@ -254,8 +259,12 @@ class Engine:
                 if len(request.tokens) > request.reported:
                     self._news[request] = None
                 if request.finished:
-                    self._scheduler.release(request)
+                    self._release(request)
             self._under_way.popleft()  # last: after an exception above it is read once more
+
+    def _release(self, request: Request) -> None:
+        self._scheduler.release(request)
+        self._unfinished.pop(request, None)
 
     def _choose(self, batch: Sequence[Request]) -> DraftShape:
         """The shape of the next round; a draft that has fallen behind has caught up when this returns."""
@@ -285,9 +294,7 @@ class Engine:
         return finished
 
     def _recover(self) -> None:
-        """Go on after an exception: read what was launched whole, and begin again from what is known."""
+        """Go on after an exception: read what was launched whole, and compute all requests again from that."""
         self._settle(keep=0)
-        self._scheduler.reclaim()
-        for request in self.running:
-            request.ahead = request.results_ahead = 0
-        self._prefill.place(self.running)
+        self._unfinished = {request: None for request in self._unfinished if not request.finished}
+        self._scheduler.restart(list(self._unfinished))

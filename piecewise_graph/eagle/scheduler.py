@@ -43,10 +43,6 @@ class Scheduler:
     running: list[Request] = field(default_factory=list)
     preemptions: int = 0
 
-    @property
-    def unfinished(self) -> int:
-        return len(self.waiting) + len(self.prefilling) + len(self.running)
-
     def batch(self) -> list[Request]:
         """Who takes part in the next round: not those whose last token is under way."""
         return [request for request in self.running if not request.is_done_soon]
@@ -106,10 +102,6 @@ class Scheduler:
                 self.prefilling.remove(piece.request)
                 self.running.append(piece.request)
 
-    def holds(self, request: Request) -> bool:
-        """Whether it waits or runs here."""
-        return any(request in held for held in (self.waiting, self.prefilling, self.running))
-
     def release(self, request: Request) -> None:
         """Give back what a request holds, and forget it."""
         if request in self.waiting:
@@ -120,12 +112,13 @@ class Scheduler:
                 held.remove(request)
                 self.table.close(request.slot)
 
-    def reclaim(self) -> None:
-        """Close slots that no request holds: an exception came while one was let in or released."""
-        held = {request.slot for request in self.prefilling + self.running}
-        for slot in self.table.open_slots:
-            if slot not in held:
-                self.table.close(slot)
+    def restart(self, requests: Sequence[Request]) -> None:
+        """All of these wait, nothing is held, whatever was: an exception may have come anywhere."""
+        self.table.clear()
+        self.prefilling, self.running = [], []
+        self.waiting = deque(sorted(requests, key=lambda request: request.index))
+        for request in requests:
+            request.ahead = request.results_ahead = 0
 
     def _makes_room_for(self, request: Request) -> bool:
         """Whether a request may go on; the youngest give way until it can, itself at last."""
