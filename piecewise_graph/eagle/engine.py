@@ -294,7 +294,7 @@ class Engine:
         return finished
 
     def _recover(self) -> None:
-        """Go on after an exception: read what was launched whole, and compute all requests again from that."""
+        """Go on after an exception: read what was launched whole, and compute all requests from that."""
         self._settle(keep=0)
         self._unfinished = {request: None for request in self._unfinished if not request.finished}
         self._scheduler.restart(list(self._unfinished))
