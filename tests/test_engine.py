@@ -539,6 +539,34 @@ def test_one_engine_at_a_time_has_requests(loop: Speculator) -> None:
     assert other.tokens == lone(other, CHAIN)
 
 
+def test_engine_whose_step_failed_leaves_the_next_one_alone(
+    loop: Speculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has to put its own state right once; not when slots and pages are another's."""
+    first, second = loop.engine(overlap=True), loop.engine(overlap=True)
+    lost = first.add_request([1, 2, 3], max_new_tokens=9)
+    monkeypatch.setattr(Result, "of", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        first.step()
+    monkeypatch.undo()
+    first.abort(lost)
+    requests = [second.add_request(prompt, max_new_tokens=12) for prompt in small_prompts([5, 9])]
+    for _ in range(3):
+        second.step()
+    with pytest.raises(SpeculatorError, match="another engine of this speculator has 2 unfinished requests"):
+        first.step()
+    first.close()
+    third = small_prompts([7])[0]
+    requests.append(second.add_request(third, max_new_tokens=12))
+    run(second)
+    assert [request.tokens for request in requests] == [lone(request, CHAIN) for request in requests]
+    assert all_free(loop)
+    again = first.add_request([1, 2, 3], max_new_tokens=9)
+    run(first)
+    assert again.tokens == lone(again, CHAIN)
+    assert all_free(loop)
+
+
 # For a long time.
 
 

@@ -167,9 +167,6 @@ class Engine:
         self._under_way.clear()
         for request in list(self._unfinished):
             self.abort(request)
-        if self._torn:
-            self._recover()
-            self._torn = False
 
     def step(self) -> list[Request]:
         """Launch what is due, a chunk of prompts, a round of all that run, or both; then read results.
@@ -178,7 +175,8 @@ class Engine:
             the requests that turned out to be finished.
 
         Raises:
-            SpeculatorError: a phase could not be captured.
+            SpeculatorError: a phase could not be captured; or an exception ended the step before, and another
+                engine has requests now.
             Exception: whatever `on_tokens` raises. Nothing is lost: the next step goes on from there, and
                 tells the others first; call it once more where nothing is unfinished.
         """
@@ -295,6 +293,7 @@ class Engine:
 
     def _recover(self) -> None:
         """Go on after an exception: read what was launched whole, and compute all requests from that."""
+        self._claim(self)  # the table is about to be cleared: nobody else's
         self._settle(keep=0)
         self._unfinished = {request: None for request in self._unfinished if not request.finished}
         self._scheduler.restart(list(self._unfinished))

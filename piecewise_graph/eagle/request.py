@@ -18,7 +18,7 @@ class Request:
     slot: row of the request table while it runs; meaningless before and after.
     tokens: what was generated; a stop token that ended it is the last of them.
     aborted: its caller wants no more of it.
-    computed: tokens of its `source` that prefill has sent to the device.
+    computed: tokens up to its `length` that prefill has sent to the device.
     drafted: tokens whose K and V the draft has.
     behind: rounds ran without the draft since, or are under way.
     ahead, results_ahead: most tokens that rounds under way may add, and how many results are under way.

@@ -262,8 +262,12 @@ class Speculator:
     def _claim(self, engine: Engine) -> None:
         """Slots and pages are this engine's from now on."""
         latest = self._latest
-        if latest is not None and latest is not engine and latest.unfinished:
+        if latest is engine:
+            return
+        if latest is not None and latest.unfinished:
             raise SpeculatorError.engine_open(latest.unfinished)
+        if self._workshop.table.open_slots:  # left by an engine whose step was ended by an exception
+            self._workshop.table.clear()
         self._latest = engine
 
     def _ways(self, graphs: str | Mapping[str, str] | None) -> dict[str, str]:
