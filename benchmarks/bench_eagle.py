@@ -22,7 +22,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from benchmarks.common import RESULTS, Mark, Timing, alternate, read_bandwidth, 
 from benchmarks.eagle_pair import bench_pair
 from benchmarks.llama import SHAPES, random_draft, random_model
 from benchmarks.paged import read_bytes
+from piecewise_graph.bench.values import wholes
 from piecewise_graph.eagle import Speculator
 
 CONTEXT, STEPS, NEW = 128, 3, 256
@@ -62,8 +63,7 @@ class Pair:
         looked_up = {id(self.draft.embed_tokens.weight)} - {id(self.draft.lm_head.weight)}
         self.draft_bytes = sum(p.nbytes for p in self.draft.parameters() if id(p) not in looked_up)
         began = time.perf_counter()
-        compiled = {"compiler": options.compiler, "specialize": _numbers(options.specialize)}
-        drafted = {"compiler": options.compiler, "specialize": _numbers(options.draft_specialize)}
+        compiled = {"compiler": options.compiler, "merge_linears": True}
         self.speculator = Speculator(
             self.target,
             self.draft,
@@ -73,8 +73,8 @@ class Pair:
             batch_sizes=batches,
             page_size=16,
             graphs={"prefill": "compiled"},
-            options={**compiled, "merge_linears": True},
-            draft_options=drafted,
+            options={**compiled, "specialize": options.specialize},
+            draft_options={**compiled, "specialize": options.draft_specialize},
         )
         first = self.run(1, "full", 1.0)
         self.start_seconds = time.perf_counter() - began
@@ -111,23 +111,21 @@ class Pair:
 
 
 @torch.no_grad()
-def bench(shape: str, kind: str, options: argparse.Namespace) -> tuple[list[Row], list[Mark]]:
-    batches = [int(batch) for batch in options.batches.split(",")]
-    pair = Pair(shape, kind, batches, options)
+def bench(shape: str, kind: str, options: argparse.Namespace) -> Iterator[tuple[list[Row], list[Mark]]]:
+    """Rows and marks, batch size by batch size."""
+    pair = Pair(shape, kind, options.batches, options)
     bandwidth = options.bandwidth or read_bandwidth(pair.speculator.device)
     floor = (pair.target_bytes + STEPS * pair.draft_bytes) / bandwidth
-    rows: list[Row] = [
-        {"shape": shape, "head": kind, "start_s": pair.start_seconds, "floor_ms": floor * 1e3,
-         "plain_floor_ms": pair.target_bytes / bandwidth * 1e3, "bandwidth_TBps": bandwidth / 1e12}
-    ]  # fmt: skip
-    marks: list[Mark] = []
-    for batch in batches:
+    start: Row = {
+        "shape": shape, "head": kind, "start_s": pair.start_seconds, "floor_ms": floor * 1e3,
+        "plain_floor_ms": pair.target_bytes / bandwidth * 1e3, "bandwidth_TBps": bandwidth / 1e12,
+    }  # fmt: skip
+    yield [start], []
+    for batch in options.batches:
         for accept_length in (1.0, 2.5):
             times = measure(pair, batch, accept_length, options)
-            more = [_row(shape, kind, batch, accept_length, *each, floor) for each in times.items()]
-            rows += more
-            marks += _marks(shape, kind, batch, accept_length, times, floor)
-    return rows, marks
+            rows = [_row(shape, kind, batch, accept_length, *each, floor) for each in times.items()]
+            yield rows, _marks(shape, kind, batch, accept_length, times, floor)
 
 
 def measure(pair: Pair, batch: int, accept_length: float, options: argparse.Namespace) -> dict[str, Timing]:
@@ -149,10 +147,6 @@ def measure(pair: Pair, batch: int, accept_length: float, options: argparse.Name
         name: sorted(turns, key=lambda timing: timing.median)[len(turns) // 2]
         for name, turns in found.items()
     }
-
-
-def _median(timing: Timing) -> float:
-    return timing.median
 
 
 def _row(
@@ -193,16 +187,16 @@ def main(arguments: list[str] | None = None) -> int:
     command = " ".join(["python -m benchmarks.bench_eagle", *without_out(given)])
     for shape in filter(None, options.shapes.split(",")):
         for kind in options.heads.split(","):
-            more, met = bench(shape, kind, options)
-            rows, marks = rows + more, marks + met
-            write(options.out, command, rows, marks)
+            for more, met in bench(shape, kind, options):
+                rows, marks = rows + more, marks + met
+                write(options.out, command, rows, marks, report=False)
             torch._dynamo.reset()
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
     if not options.no_pair:
         rows += bench_pair(options)
-        write(options.out, command, rows, marks)
+    write(options.out, command, rows, marks)
     print(table([row for row in rows if "graphs" in row], _COLUMNS))
     return 0
 
@@ -211,23 +205,18 @@ def _options(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default="1b,8b", help="of " + ", ".join(SHAPES))
     parser.add_argument("--heads", default="eagle1,eagle3")
-    parser.add_argument("--batches", default="1,4,16,32")
+    parser.add_argument("--batches", type=wholes(1, fewest=1), default="1,4,16,32")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--rounds", type=int, default=5, help="measurements of a turn, 5 rounds each")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--bandwidth", type=float, help="bytes per second, None = measured")
     parser.add_argument("--compiler", default="inductor")
-    parser.add_argument(
-        "--specialize", default=f"1,{STEPS + 1}", help="row counts with code of their own; empty = none"
-    )
-    parser.add_argument("--draft-specialize", default=f"1,{STEPS + 1}", help="the same of the head")
+    own = {"type": wholes(1), "default": f"1,{STEPS + 1}"}
+    parser.add_argument("--specialize", **own, help="row counts with code of their own; empty = none")
+    parser.add_argument("--draft-specialize", **own, help="the same of the head")
     parser.add_argument("--no-pair", action="store_true", help="leave out the trained pair")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_eagle.json")
     return parser.parse_args(given)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ import torch
 
 import piecewise_graph as pg
 from benchmarks.common import RESULTS, table, without_out
-from benchmarks.eagle_pair import HEADS, MODELS, heldout_prompts
+from benchmarks.eagle_pair import HEADS, heldout_prompts, load_pair
 from benchmarks.idle_time import IdleTime, idle_time, read_events
 from benchmarks.llama import SHAPES, random_draft, random_model
 from benchmarks.serving_results import Results
@@ -48,10 +48,11 @@ from piecewise_graph.bench.metrics import COLUMNS, Metrics, acceptance
 from piecewise_graph.bench.settings import Setting
 from piecewise_graph.bench.trace import trace
 from piecewise_graph.bench.turns import ratios, take_turns
-from piecewise_graph.eagle import Speculator, load_draft
+from piecewise_graph.bench.values import wholes
+from piecewise_graph.eagle import Speculator
 
 STEPS, ACCEPT_LENGTH = 3, 2.5
-PAIRS = {f"byte-{kind}": folder for kind, folder in HEADS.items()}
+PAIRS = {f"byte-{kind}": kind for kind in HEADS}
 GIVEN = "as given"
 COMPARED = {"overlap": "overlap=off", "extend": "extend=eager", "graphs": "graphs=piecewise",
             "speculation": "steps=0"}  # fmt: skip
@@ -72,11 +73,15 @@ class Subject:
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         began = time.perf_counter()
         self.name, self._options = name, options
-        target, draft = _trained(name) if name in PAIRS else _random(name)
+        target, draft = load_pair(PAIRS[name]) if name in PAIRS else _random(name)
         decreed = None if name in PAIRS else ACCEPT_LENGTH
         self.base = Setting(steps=STEPS, overlap=True, synthetic_accept_length=decreed)
         self._vocabulary = target.get_input_embeddings().weight.shape[0]
-        compiled: dict[str, Any] = {"compiler": options.compiler, "specialize": _numbers(options.specialize)}
+        compiled: dict[str, Any] = {
+            "compiler": options.compiler,
+            "specialize": options.specialize,
+            "merge_linears": True,
+        }
         self.speculator = Speculator(
             target,
             draft,
@@ -86,7 +91,7 @@ class Subject:
             page_size=16,
             batch_sizes=options.users,
             graphs={"prefill": options.prefill} if options.prefill else {},
-            options={**compiled, "merge_linears": True},
+            options=compiled,
             draft_options=compiled,
         )
         self.base.engine(self.speculator).close()  # which compiles and captures prefill
@@ -105,24 +110,9 @@ class Subject:
 
 def _random(shape: str) -> tuple[Any, Any]:
     pg.register_attention()
-    target = random_model(SHAPES[shape], _device(), "piecewise")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = random_model(SHAPES[shape], device, "piecewise")
     return target, random_draft(target, "eagle1")
-
-
-def _trained(name: str) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM
-
-    pg.register_attention()
-    target: Any = AutoModelForCausalLM.from_pretrained(
-        MODELS / "byte-llama", attn_implementation="piecewise",
-        dtype=torch.bfloat16 if torch.cuda.is_available() else torch.float32,
-    )  # fmt: skip
-    target = target.to(_device()).eval()
-    return target, load_draft(MODELS / PAIRS[name], target)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def bench(subject: Subject, options: argparse.Namespace) -> Iterator[list[Row]]:
@@ -219,7 +209,10 @@ def _options(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default=",".join(["1b", "8b", *PAIRS]), help="of " + ", ".join(SHAPES))
     parser.add_argument("--parts", default=",".join(PARTS), help="what to measure")
-    parser.add_argument("--concurrency", default="1,4,16,32", help="users, who wait for their answers")
+    parser.add_argument(
+        "--concurrency", dest="users", type=wholes(1, fewest=1), default="1,4,16,32",
+        help="users, who wait for their answers",
+    )  # fmt: skip
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
@@ -227,18 +220,16 @@ def _options(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=16, help="that are traced")
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--prefill", choices=("piecewise", "compiled", "eager"), help="how prompts run")
-    parser.add_argument("--specialize", default=f"1,{STEPS + 1}", help="row counts with code of their own")
+    parser.add_argument(
+        "--specialize", type=wholes(1), default=f"1,{STEPS + 1}", help="row counts with code of their own"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_serving.json")
     options = parser.parse_args(given)
-    options.parts, options.users = options.parts.split(","), _numbers(options.concurrency)
+    options.parts = options.parts.split(",")
     unknown = set(options.parts) - set(PARTS)
     if unknown:
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     return options
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import piecewise_graph as pg
 from benchmarks.common import RESULTS, Mark, table, without_out, write
-from benchmarks.eagle_pair import HEADS, MODELS, heldout_prompts
-from piecewise_graph.eagle import DraftShape, Speculator, load_draft
+from benchmarks.eagle_pair import heldout_prompts, load_pair, load_target
+from piecewise_graph.eagle import DraftShape, Speculator
+from piecewise_graph.eagle.shapes import WAYS
 
 BOUND = 0.25  # of the two largest logits' distance
 CHAINS = [DraftShape(steps) for steps in (1, 2, 3, 4, 5)]
@@ -34,37 +34,25 @@ TREES = [
     DraftShape(2, 8, 16),
     DraftShape(3, 8, 32),
 ]
-WAYS = ("full", "piecewise", "compiled", "eager")
 Row = dict[str, Any]
 
 
 @torch.no_grad()
 def bench(head: str, options: argparse.Namespace) -> list[Row]:
     """A row per shape and way: how many prompts differ, and where."""
-    from transformers import AutoModelForCausalLM
-
-    pg.register_attention()
-    load = AutoModelForCausalLM.from_pretrained
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model: Any = load(MODELS / "byte-llama", attn_implementation="piecewise", dtype=dtype)
-    plain: Any = load(MODELS / "byte-llama", attn_implementation="sdpa", dtype=dtype)
-    target, plain = model.to(device).eval(), plain.to(device).eval()
+    target, draft = load_pair(head)
     prompts = [prompt[: 1 + 4 * index] for index, prompt in enumerate(heldout_prompts(options.prompts))]
-    wanted, gaps = greedy(plain, prompts, options.new_tokens)
+    wanted, gaps = greedy(load_target("sdpa"), prompts, options.new_tokens)
     compiled = {"compiler": options.compiler}
     speculator = Speculator(
-        target, load_draft(MODELS / HEADS[head], target), shapes=CHAINS + TREES, max_requests=16,
+        target, draft, shapes=CHAINS + TREES, max_requests=16,
         batch_sizes=[16], max_seq_len=4 * options.prompts + options.new_tokens,
         graphs={"prefill": "compiled"}, options=compiled, draft_options=compiled,
     )  # fmt: skip
     rows = []
     for shape in CHAINS + TREES:
         for way in WAYS:
-            graphs = dict.fromkeys(("draft", "verify", "extend"), way)
-            found = speculator.generate(
-                prompts, max_new_tokens=options.new_tokens, shape=shape, graphs=graphs
-            )
+            found = speculator.generate(prompts, max_new_tokens=options.new_tokens, shape=shape, graphs=way)
             rows.append({"head": head, "shape": str(shape), "graphs": way,
                          "differences": differences(found, wanted, gaps)})  # fmt: skip
     return rows

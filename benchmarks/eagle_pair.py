@@ -29,28 +29,38 @@ def heldout_prompts(count: int) -> list[list[int]]:
     return [[byte + BYTE_OFFSET for byte in data[:PROMPT]] for data in (long * count)[:count]]
 
 
+def load_target(attention: str = "piecewise") -> Any:
+    """The byte-level model; in bf16 on a GPU, in float32 on a CPU."""
+    from transformers import AutoModelForCausalLM
+
+    pg.register_attention()
+    on_gpu = torch.cuda.is_available()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        MODELS / "byte-llama",
+        attn_implementation=attention,
+        dtype=torch.bfloat16 if on_gpu else torch.float32,
+    )
+    return model.to("cuda" if on_gpu else "cpu").eval()
+
+
+def load_pair(kind: str) -> tuple[Any, Any]:
+    """(target, head), the head of a kind in `HEADS`."""
+    target = load_target()
+    return target, load_draft(MODELS / HEADS[kind], target)
+
+
 @torch.no_grad()
 def bench_pair(options: argparse.Namespace) -> list[Row]:
     """ms per token and acceptance of every shape, head and batch size; greedy, the sides taking turns."""
-    from transformers import AutoModelForCausalLM
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    pg.register_attention()
     rows = []
-    for kind, folder in HEADS.items():
-        target: Any = AutoModelForCausalLM.from_pretrained(
-            MODELS / "byte-llama", attn_implementation="piecewise", dtype=dtype
-        )
-        target = target.to(device).eval()
-        draft = load_draft(MODELS / folder, target)
-        batches = [int(batch) for batch in options.batches.split(",")]
+    for kind in HEADS:
+        target, draft = load_pair(kind)
         compiled = {"compiler": options.compiler}
         speculator = Speculator(
-            target, draft, shapes=SHAPES, max_requests=max(batches), max_seq_len=PROMPT + NEW,
-            batch_sizes=batches, options=compiled, draft_options=compiled,
+            target, draft, shapes=SHAPES, max_requests=max(options.batches), max_seq_len=PROMPT + NEW,
+            batch_sizes=options.batches, options=compiled, draft_options=compiled,
         )  # fmt: skip
-        for batch in batches:
+        for batch in options.batches:
             rows += _rows(speculator, kind, heldout_prompts(batch), options.turns)
     return rows
 

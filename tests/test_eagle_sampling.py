@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM
 
 import piecewise_graph as pg
+from piecewise_graph.custom_ops.choice import uniforms
 from piecewise_graph.eagle import (
     DraftConfig,
     DraftModel,
@@ -35,7 +36,6 @@ from piecewise_graph.eagle.sampling import (
     SYNTHETIC,
     distribution,
     draw,
-    uniforms,
 )
 
 CHAIN, TREE2, TREE3 = DraftShape(3), DraftShape(2, 2), DraftShape(2, 3)

@@ -7,13 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from piecewise_graph.eagle.shapes import DraftShape, Sampling, planner_shapes
+from piecewise_graph.eagle.shapes import AUTO, WAYS, DraftShape, Sampling, planner_shapes
 
 from .errors import BenchError
 from .values import number, on_or_off, one_of, whole
-
-AUTO = "auto"
-WAYS = ("full", "piecewise", "compiled", "eager")
 
 
 def _steps(text: str) -> int | str:

@@ -8,8 +8,7 @@ from typing import Any
 from piecewise_graph.custom_ops.attention.transformers import is_ours
 
 from .errors import SpeculatorError
-from .forward import FULL, WAYS
-from .shapes import DraftShape
+from .shapes import FULL, WAYS, DraftShape
 
 PHASES = ("draft", "verify", "extend")
 

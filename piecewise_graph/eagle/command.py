@@ -13,8 +13,8 @@ import torch
 
 import piecewise_graph as pg
 
-from .shapes import DraftShape, Sampling, planner_shapes
-from .speculator import AUTO, Speculator
+from .shapes import AUTO, DraftShape, Sampling, planner_shapes
+from .speculator import Speculator
 from .statistics import Statistics
 
 _SMALL = 100_000_000  # parameters up to which float32 costs nothing and makes agreement exact

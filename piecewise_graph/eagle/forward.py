@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import piecewise_graph as pg
 from piecewise_graph.custom_ops.attention import AttentionBatch
 
-FULL, PIECEWISE, COMPILED, EAGER = WAYS = ("full", "piecewise", "compiled", "eager")
+from .shapes import EAGER, FULL, PIECEWISE
 
 
 class Forward:

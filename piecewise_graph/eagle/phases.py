@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.custom_ops import metadata as md
+from piecewise_graph.custom_ops.choice import largest, uniforms
 
 from .buffers import Buffers
 from .models import Models
 from .round import Round
-from .sampling import ACCEPT, DRAFT, SYNTHETIC, distribution, draw, uniforms
+from .sampling import ACCEPT, DRAFT, SYNTHETIC, distribution, draw
 from .synthetic import Synthetic
 
 GREEDY, SAMPLED, FILTERED = RULES = ("greedy", "sampled", "filtered")
@@ -127,7 +128,7 @@ class Phases:
         """int32 `[B]`, of the target's vocabulary; kept with their distribution where they are drawn."""
         draft, round = self.models.draft, self.round
         if self.rule == GREEDY:
-            return draft.to_target(logits.argmax(-1)).int()
+            return draft.to_target(largest(logits))
         probs = self._distribution(logits)
         target_ids = draft.to_target(torch.arange(probs.shape[-1], device=probs.device))
         spread = torch.zeros_like(round.buffers.draft_probs[:, step])
@@ -168,10 +169,10 @@ class Phases:
         size, nodes = round.size, round.shape.nodes
         if self.synthetic is not None:
             number = self._uniforms(SYNTHETIC + self.state.place[round.buffers.requests])
-            chosen = self.synthetic.choices(tree, number)
+            chosen = self.synthetic.choices(tree.tokens.view(size, nodes), round.mask, number)
             md.accept_greedy(round.batch, tree.tokens, chosen, accepted, mask=round.mask)
         elif self.rule == GREEDY:
-            md.accept_greedy(round.batch, tree.tokens, logits.argmax(-1), accepted, mask=round.mask)
+            md.accept_greedy(round.batch, tree.tokens, largest(logits), accepted, mask=round.mask)
         else:
             probs = self._distribution(logits.view(size, nodes, -1))
             use = torch.arange(ACCEPT, ACCEPT + nodes, device=probs.device)

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.custom_ops.attention import AttentionBatch, BatchBuffers, make_batch
+from piecewise_graph.custom_ops.choice import largest, uniforms
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable, device_ints, to_device
 
 from .buffers import Buffers
-from .forward import COMPILED, EAGER, PIECEWISE
 from .models import Models
 from .request import Request
 from .results import Result
-from .sampling import FIRST, distribution, draw, uniforms
+from .sampling import FIRST, distribution, draw
+from .shapes import COMPILED, EAGER, PIECEWISE
 
 _SIZES = (1, 8, 16, 32, 64, 128, 256, 512)
 
@@ -239,7 +240,7 @@ class Prefill:
         """int32 `[n]` tokens after the prompts of `chunk.done`, `logits [n, V]`."""
         samplings = [piece.request.sampling for piece in chunk.done]
         if all(sampling.greedy for sampling in samplings):
-            return logits.argmax(-1).int()
+            return largest(logits)
         filters = ("top_k", "top_p") if any(sampling.filtered for sampling in samplings) else ()
         probs = distribution(logits, *(self.state[name][chunk.slots] for name in ("temperature", *filters)))
         lengths = self.state.seq_lens[chunk.slots]

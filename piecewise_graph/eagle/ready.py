@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from piecewise_graph.custom_ops.kv_cache import RequestTable, device_ints
 
-from .forward import FULL
 from .mixed import Mixed
 from .phases import Phases
 from .prefill import Chunk, Prefill
 from .request import Request
 from .results import Result
 from .runner import PhaseRunner, named
+from .shapes import FULL
 from .weights import Weights
 
 

@@ -16,7 +16,7 @@ from piecewise_graph.recorder import capturing
 from piecewise_graph.telemetry import counters
 
 from .errors import SpeculatorError
-from .forward import FULL
+from .shapes import FULL
 
 _SHOWN = {"extend": "draft-extend"}  # what traces call a phase
 

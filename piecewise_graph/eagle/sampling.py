@@ -1,10 +1,4 @@
-"""From logits to distributions and tokens: on the device, without state, inside a graph.
-
-Note [Randomness without a generator]
-A generator's state would depend on which requests share a batch, on how much is drafted, and on which graphs
-were replayed. So a random number is a hash of the request's seed, of the length at which it is used, and of
-what for: the same request draws the same numbers in every batch and in every graph mode.
-"""
+"""From logits to distributions and tokens: on the device, without state, inside a graph."""
 
 from __future__ import annotations
 
@@ -14,31 +8,7 @@ from torch import Tensor
 # What a number is drawn for; a draft's use adds its step, a test of acceptance its node, a decreed one the
 # request's place among the prompts.
 FIRST, DRAFT, ACCEPT, SYNTHETIC = 0, 1 << 20, 2 << 20, 3 << 20
-# The constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators), as int64.
-_GOLDEN, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 _COLDEST = 1e-30  # temperature: logits divided by less may overflow
-
-
-def uniforms(seed: Tensor, length: Tensor, use: Tensor) -> Tensor:
-    """float32 in [0, 1): a function of three integers.
-
-    Args:
-        seed: int64; length, use: integers; shapes that broadcast.
-    """
-    mixed = _mix(_mix(_mix(seed.long()) + length.long()) + use.long())
-    return _shift(mixed, 40).to(torch.float32) * 2**-24
-
-
-def _mix(value: Tensor) -> Tensor:
-    value = value + _GOLDEN
-    value = (value ^ _shift(value, 30)) * _FIRST
-    value = (value ^ _shift(value, 27)) * _SECOND
-    return value ^ _shift(value, 31)
-
-
-def _shift(value: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right; torch's keeps the sign."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def distribution(

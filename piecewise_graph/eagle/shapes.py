@@ -8,6 +8,8 @@ from typing import Any
 
 from .errors import SpeculatorError
 
+AUTO = "auto"  # the planner chooses a shape for each round
+FULL, PIECEWISE, COMPILED, EAGER = WAYS = ("full", "piecewise", "compiled", "eager")  # of running a phase
 MAX_DRAFT_TOKENS = 256  # what the kernels of trees hold
 
 

@@ -11,18 +11,15 @@ import torch
 from .checks import PHASES, check_models, check_options, padded_sizes, ways
 from .engine import Engine
 from .errors import SpeculatorError
-from .forward import COMPILED, FULL, PIECEWISE
 from .phases import GREEDY
 from .planner import Planner
 from .prefill import Prefill
 from .request import Request, per_request
 from .round_choice import RoundChoice
-from .shapes import DraftShape, Sampling, as_shape
+from .shapes import AUTO, COMPILED, FULL, PIECEWISE, DraftShape, Sampling, as_shape
 from .statistics import Statistics
 from .synthetic import Synthetic
 from .workshop import RoundKey, Workshop
-
-AUTO = "auto"
 
 
 class Speculator:

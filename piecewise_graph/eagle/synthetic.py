@@ -12,8 +12,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from piecewise_graph.custom_ops import metadata as md
-
 from .errors import SpeculatorError
 
 
@@ -58,29 +56,43 @@ class Synthetic:
         """The mean that they amount to, bonus included."""
         return 1 + sum(self.rates)
 
-    def choices(self, tree: md.Tree, uniform: Tensor) -> Tensor:
+    def choices(self, tokens: Tensor, mask: Tensor | None, uniform: Tensor) -> Tensor:
         """What the target is said to choose at every row, int32 `[B*N]`, for accept_greedy.
 
         Down to a depth that `uniform [B]` decides, the next node on the way to the deepest one; there, a
         token that none of its children has. A tree that is less deep than its steps accepts less.
+
+        Args:
+            tokens: int32 `[B, N]`, of the nodes.
+            mask: bool `[B, N, N]`, as `Tree.mask`; None for a chain.
         """
-        size, nodes = tree.next_token.shape
-        tokens = tree.tokens.view(size, nodes)
-        depth = tree.mask.sum(-1) - 1
-        deepest, at = depth.max(-1)
-        path = tree.mask.gather(1, at.view(-1, 1, 1).expand(-1, -1, nodes))[:, 0]
-        decreed = torch.stack([uniform < rate for rate in self.rates]).sum(0)
-        accepted = torch.minimum(decreed, deepest)[:, None]
-        # The path's tokens by depth; those of other nodes go where nobody looks.
-        by_depth = tokens.new_zeros(size, nodes + 1).scatter_(1, torch.where(path, depth, nodes), tokens)
-        goes_on = path & (depth < accepted)
-        tip = (path & (depth == accepted)).int().argmax(-1)
-        below_tip = tree.mask.gather(2, tip.view(-1, 1, 1).expand(-1, nodes, -1))[..., 0]
-        children = torch.where(below_tip & (depth == accepted + 1), tokens, -1)
-        candidates = torch.arange(nodes, dtype=torch.int32, device=tokens.device)
-        taken = (candidates[:, None] == children[:, None, :]).any(-1)
-        other = (~taken).int().argmax(-1).int()
-        return torch.where(goes_on, by_depth.gather(1, depth + 1), other[:, None]).flatten()
+        decreed = torch.stack([uniform < rate for rate in self.rates]).sum(0)[:, None]
+        chosen = _in_chain(tokens, decreed) if mask is None else _in_tree(tokens, mask, decreed)
+        return chosen.flatten()
+
+
+def _in_chain(tokens: Tensor, accepted: Tensor) -> Tensor:
+    following = tokens.roll(-1, 1)
+    row = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+    return torch.where(row < accepted, following, (following == 0).int())
+
+
+def _in_tree(tokens: Tensor, mask: Tensor, decreed: Tensor) -> Tensor:
+    size, nodes = tokens.shape
+    depth = mask.sum(-1) - 1
+    deepest, at = depth.max(-1, keepdim=True)
+    path = mask.gather(1, at[..., None].expand(-1, -1, nodes))[:, 0]
+    accepted = torch.minimum(decreed, deepest)
+    # The path's tokens by depth; those of other nodes go where nobody looks.
+    by_depth = tokens.new_zeros(size, nodes + 1).scatter_(1, torch.where(path, depth, nodes), tokens)
+    goes_on = path & (depth < accepted)
+    tip = (path & (depth == accepted)).int().argmax(-1)
+    below_tip = mask.gather(2, tip.view(-1, 1, 1).expand(-1, nodes, -1))[..., 0]
+    children = torch.where(below_tip & (depth == accepted + 1), tokens, -1)
+    candidates = torch.arange(nodes, dtype=torch.int32, device=tokens.device)
+    taken = (candidates[:, None] == children[:, None, :]).any(-1)
+    other = (~taken).int().argmax(-1).int()
+    return torch.where(goes_on, by_depth.gather(1, depth + 1), other[:, None])
 
 
 @cache
