@@ -13,13 +13,15 @@ what a round does. In one process, on the same requests, these take turns:
     plain           no draft: one token per round, as one graph
 
 The floor of a round is the time that reading its weights takes: the target's once, and the head's S times.
-A trained pair (the repository's byte-level model and its heads) follows, with acceptance as it is found.
+Then the planner generates with a draft that is decreed to be always wrong, in turns with plain decoding. A
+trained pair (the repository's byte-level model and its heads) follows, with acceptance as it is found.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +33,7 @@ import torch
 
 import piecewise_graph as pg
 from benchmarks.common import RESULTS, Mark, Timing, alternate, read_bandwidth, table, without_out, write
-from benchmarks.eagle_pair import bench_pair
+from benchmarks.eagle_pair import bench_pair, decode_seconds
 from benchmarks.llama import SHAPES, random_draft, random_model
 from benchmarks.paged import read_bytes
 from piecewise_graph.bench.values import wholes
@@ -39,6 +41,7 @@ from piecewise_graph.eagle import Speculator
 
 CONTEXT, STEPS, NEW = 128, 3, 256
 ROUND_LIMIT = 1.30  # of the floor: 8B, one request
+AUTO_LIMIT = 1.02  # of plain decoding, where nothing is accepted
 EXTEND_GAIN = {1: 0.11, 32: 0.05}  # throughput, against an eager draft-extend: 1B
 VARIANTS = {
     "full": "full",
@@ -80,12 +83,14 @@ class Pair:
         self.start_seconds = time.perf_counter() - began
         first.close()  # type: ignore[attr-defined]
 
+    def prompts(self, batch: int) -> list[list[int]]:
+        vocabulary = self.target.config.vocab_size
+        return [[(7 * i + j) % vocabulary for j in range(CONTEXT)] for i in range(batch)]
+
     def run(self, batch: int, graphs: Any, accept_length: float, shape: int = STEPS) -> Callable[[], None]:
         """One round of `batch` requests that begin at the same length every few rounds."""
-        vocabulary = self.target.config.vocab_size
-        prompts = [[(7 * i + j) % vocabulary for j in range(CONTEXT)] for i in range(batch)]
         engine, requests = self.speculator.session(
-            prompts,
+            self.prompts(batch),
             max_new_tokens=NEW,
             shape=shape,
             graphs=graphs,
@@ -126,6 +131,12 @@ def bench(shape: str, kind: str, options: argparse.Namespace) -> Iterator[tuple[
             times = measure(pair, batch, accept_length, options)
             rows = [_row(shape, kind, batch, accept_length, *each, floor) for each in times.items()]
             yield rows, _marks(shape, kind, batch, accept_length, times, floor)
+        row = always_wrong(pair, batch, options.turns)
+        name = f"{shape} {kind}, {batch} requests: planner, draft always wrong / plain decoding"
+        yield (
+            [{"shape": shape, "head": kind, "requests": batch, **row}],
+            [Mark(name, row["ratio"], AUTO_LIMIT)],
+        )
 
 
 def measure(pair: Pair, batch: int, accept_length: float, options: argparse.Namespace) -> dict[str, Timing]:
@@ -147,6 +158,22 @@ def measure(pair: Pair, batch: int, accept_length: float, options: argparse.Name
         name: sorted(turns, key=lambda timing: timing.median)[len(turns) // 2]
         for name, turns in found.items()
     }
+
+
+def always_wrong(pair: Pair, batch: int, turns: int) -> Row:
+    """Whole answers of the planner, whose draft is never accepted, and of plain decoding, in turns."""
+    ratios, seconds = [], dict[str, list[float]]({"auto": [], "plain": []})
+    for turn in range(turns + 1):  # the planner measures the phases in the first one
+        for name, shape, synthetic in (("auto", "auto", 1.0), ("plain", 0, None)):
+            taken, _ = decode_seconds(pair.speculator, pair.prompts(batch), NEW, shape, synthetic)
+            seconds[name].append(taken)
+        if turn:
+            ratios.append(seconds["auto"][-1] / seconds["plain"][-1])
+    return {
+        "synthetic_accept_length": 1.0,
+        **{f"{name}_token_ms": statistics.median(taken[1:]) * 1e3 for name, taken in seconds.items()},
+        "ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios),
+    }  # fmt: skip
 
 
 def _row(

@@ -71,7 +71,7 @@ def _rows(speculator: Speculator, kind: str, prompts: Sequence[list[int]], turns
     found: dict[str, Any] = {}
     for turn in range(turns + 1):  # the first one captures
         for shape in asked:
-            taken, statistics = _decode_seconds(speculator, prompts, shape)
+            taken, statistics = decode_seconds(speculator, prompts, NEW, shape)
             found[str(shape)] = statistics
             if turn:
                 seconds[str(shape)].append(taken)
@@ -87,13 +87,21 @@ def _rows(speculator: Speculator, kind: str, prompts: Sequence[list[int]], turns
     ]  # fmt: skip
 
 
-def _decode_seconds(speculator: Speculator, prompts: Sequence[list[int]], shape: Any) -> tuple[float, Any]:
+def decode_seconds(
+    speculator: Speculator,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    shape: Any,
+    synthetic: float | None = None,
+) -> tuple[float, Any]:
     """(seconds per token of a request, prefill left out; statistics)."""
     from piecewise_graph.eagle import Statistics
 
-    engine, requests = speculator.session(prompts, max_new_tokens=NEW, shape=shape, overlap=None)
+    asked: dict[str, Any] = {"shape": shape, "synthetic": synthetic, "overlap": None}
+    engine, requests = speculator.session(prompts, max_new_tokens=new_tokens, **asked)
     try:
-        engine.step()
+        while not all(request.tokens for request in requests):
+            engine.step()
         before = sum(len(request.tokens) for request in requests)
         began = time.perf_counter()
         while engine.unfinished:

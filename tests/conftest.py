@@ -7,8 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import piecewise_graph as pg
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("piecewise", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("piecewise")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -72,7 +72,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     return shape
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shape=shapes(), seed=st.integers(0, 99))
 def test_torch_reference_equals_the_loop_on_random_batches(shape: Shape, seed: int) -> None:
     case = make_case(

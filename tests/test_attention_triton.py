@@ -85,7 +85,7 @@ class TestKernels:
     def test_prefill(self) -> None:
         check(case_of(PREFILL), 1e-5)
 
-    @settings(max_examples=20 if INTERPRETED else 6, deadline=None)  # each may compile
+    @settings(max_examples=20 if INTERPRETED else 6)  # each may compile
     @given(shape=shapes(), seed=st.integers(0, 99))
     def test_random_batches(self, shape: Shape, seed: int) -> None:
         check(case_of(shape, seed=seed), 1e-5)

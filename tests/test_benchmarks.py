@@ -95,6 +95,7 @@ def test_eagle(tmp_path: Path) -> None:
     found = run("bench_eagle", options, tmp_path / "out.json")
     rows = [row for row in found["rows"] if "graphs" in row]
     sides = ["full", "piecewise", "draft eager", "verify eager", "extend eager", "extend compiled", "plain"]
+    assert [row["requests"] for row in found["rows"] if "ratio" in row] == [1, 2]
     for requests in (1, 2):
         mine = [row for row in rows if row["requests"] == requests]
         assert [row["graphs"] for row in mine] == [*sides, "full", "plain"]

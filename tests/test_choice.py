@@ -22,7 +22,7 @@ def test_kernels_in_the_interpreter() -> None:
     assert_passes_interpreted(__file__)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(
     st.integers(0, 5),
     st.integers(1, 5000),
@@ -67,7 +67,7 @@ def test_other_strides() -> None:
 class TestNumbers:
     pytestmark = needs_kernels
 
-    @settings(max_examples=EXAMPLES, deadline=None)
+    @settings(max_examples=EXAMPLES)
     @given(
         st.integers(1, 40),
         st.integers(1, 9),

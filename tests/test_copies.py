@@ -23,7 +23,7 @@ def test_kernel_in_the_interpreter() -> None:
 class TestKernel:
     pytestmark = needs_kernels
 
-    @settings(max_examples=15 if INTERPRETED else 40, deadline=None)
+    @settings(max_examples=15 if INTERPRETED else 40)
     @given(
         st.lists(
             st.tuples(st.sampled_from(DTYPES), st.integers(1, 1500), st.integers(0, 3)),

@@ -150,7 +150,7 @@ def check_branches(steps: Sequence[Seen], request: int, prefix: list[int], chain
     return len(tokens)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(shapes_of_rounds(), st.sampled_from(["twin", "eagle1", "eagle3"]), st.integers(0, 99))
 @example(DraftShape(4, 4, 24), "eagle3", 0)
 @example(DraftShape(5, 2, 16), "twin", 1)

@@ -140,7 +140,7 @@ def random_heads(draw: st.DrawFn) -> Head:
     return Head(eagle3=True, draft_vocabulary=draw(st.integers(1, VOCABULARY)), **fields)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(head=random_heads(), layout=st.sampled_from(sorted(LAYOUTS)), seed=st.integers(0, 9))
 def test_random_heads_compute_what_their_definition_says(
     head: Head, layout: str, seed: int, tmp_path_factory: pytest.TempPathFactory
@@ -592,7 +592,7 @@ def configs(draw: st.DrawFn) -> DraftConfig:
     return DraftConfig.for_target(TARGET.config, **fields, draft_vocab_size=draw(st.integers(1, VOCABULARY)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(config=configs(), seed=st.integers(0, 9))
 def test_a_saved_head_comes_back(
     config: DraftConfig, seed: int, tmp_path_factory: pytest.TempPathFactory

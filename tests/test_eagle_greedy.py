@@ -204,7 +204,7 @@ def test_rounds_of_all_shapes_follow_each_other() -> None:
 # Any shape, any batch: small models, without compiling.
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shapes_of_rounds(), st.sampled_from(["twin", "eagle1", "eagle3"]), st.integers(1, 16), st.integers(1, 6),
     st.integers(1, 40), st.integers(0, 99),

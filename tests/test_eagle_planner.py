@@ -123,7 +123,7 @@ def test_choice_prints_the_numbers_behind_it() -> None:
         assert word in text
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6), st.integers(1, 8), st.integers(0, 99))
 def test_expectation_follows_what_was_observed(rates: list[float], requests: int, seed: int) -> None:
     """After many rounds of one shape its expected tokens are the observed mean, whatever survives."""

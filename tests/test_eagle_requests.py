@@ -176,7 +176,7 @@ def test_requests_wait_for_pages(page_size: int) -> None:
     assert all_free(loop)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=6),
     st.integers(29 + ROOM, 120), st.integers(1, 5), st.sampled_from(SHAPES), st.integers(0, 99),

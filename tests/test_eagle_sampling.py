@@ -158,7 +158,6 @@ class TestUniforms:
         published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
         assert [mixed(state % 2**64) for state in states] == published
 
-    @settings(deadline=None)
     @given(INT64, INT64, INT64)
     def test_a_number_is_a_hash_of_seed_length_and_use(
         self, device: torch.device, seed: int, length: int, use: int
@@ -255,7 +254,7 @@ def is_borderline(row: list[float], sampling: Sampling) -> bool:
 
 
 class TestDistribution:
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(rows_of_logits())
     def test_equals_the_definition(
         self, device: torch.device, case: tuple[list[list[float]], Sampling]
@@ -357,7 +356,7 @@ def weights_and_uniform(draw: st.DrawFn) -> tuple[list[float], float]:
 
 
 class TestDraw:
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(weights_and_uniform())
     def test_is_the_first_whose_sum_exceeds_the_number(
         self, device: torch.device, case: tuple[list[float], float]
@@ -790,7 +789,7 @@ def alone(serving: Speculator) -> dict[tuple[DraftShape, int], list[int]]:
 
 
 class TestSeeds:
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(chosen=st.lists(st.integers(0, len(POOL) - 1), min_size=1, max_size=9), which=st.integers(0, 2))
     def test_a_request_gets_the_same_in_any_batch(
         self,

@@ -148,7 +148,7 @@ class Watched:
         self.streamed.setdefault(request.index, []).extend(tokens)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     schedules(), st.sampled_from(SHAPES), st.booleans(), st.integers(1, 4), st.integers(0, 60),
     st.sampled_from([1, 7, 24]),
@@ -174,7 +174,7 @@ def test_any_schedule_gives_the_tokens_of_a_lone_run(
     assert all_free(loop)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(schedules(), st.booleans())
 def test_planner_chooses_every_round(schedule: list[dict[str, Any]], overlap: bool) -> None:
     """The draft catches up with plain rounds, results of which may still be under way."""

@@ -334,7 +334,7 @@ def test_full_graphs_check_their_context(device: torch.device) -> None:
         call(x)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     counts=st.lists(st.integers(1, SIZES[-1] + 2), min_size=1, max_size=10),
     outputs=st.sampled_from(["copy", "static"]),

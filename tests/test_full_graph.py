@@ -521,7 +521,7 @@ def test_released_pool_captures_again(device: torch.device) -> None:
 # --- any order of calls -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     calls=st.lists(
         st.tuples(st.integers(1, 10), st.booleans(), st.sampled_from([None, "a", "b"])),

@@ -177,4 +177,4 @@ class Table(RuleBasedStateMachine):
 
 
 TestTable = Table.TestCase
-TestTable.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+TestTable.settings = settings(max_examples=30, stateful_step_count=20)

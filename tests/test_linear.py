@@ -18,7 +18,7 @@ from piecewise_graph.custom_ops.linear import MAX_TOKENS, Plan, linear_few
 from piecewise_graph.custom_ops.linear.plans import candidates, is_plan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-EXAMPLES = settings(max_examples=15 if INTERPRETED else 60, deadline=None)
+EXAMPLES = settings(max_examples=15 if INTERPRETED else 60)
 # The interpreter multiplies matrices of bfloat16 as if they were integers.
 DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
@@ -112,7 +112,7 @@ class TestKernels:
         return True
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(PLANS, st.integers(1, 6), st.integers(1, 40), st.integers(1, 150), st.booleans())
 def test_reference_is_a_linear(plan: Plan, tokens: int, rows: int, columns: int, bias: bool) -> None:
     if INTERPRETED or DEVICE.type == "cuda":

@@ -196,7 +196,7 @@ def test_conditions_on_sizes_are_those_of_the_model(device: torch.device) -> Non
     assert contracts[0].ranges == contracts[1].ranges
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=2, max_size=5),
     width=st.sampled_from([4, 8, 20]),

@@ -17,7 +17,7 @@ from piecewise_graph.custom_ops import metadata as md
 from piecewise_graph.custom_ops.metadata.reference_accept import draw
 
 CPU = torch.device("cpu")
-ROUNDS = settings(max_examples=50, deadline=None)
+ROUNDS = settings(max_examples=50)
 SEEDS = st.integers(0, 2**31)
 PAGES = {1: 48, 16: 5, 64: 3}  # page size -> pages per request
 

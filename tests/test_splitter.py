@@ -414,7 +414,6 @@ STEPS = st.one_of(st.sampled_from([*UNARY, "linear"]), st.integers(1, 4))
 
 @settings(
     max_examples=15,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
     phases=[Phase.generate],

@@ -307,7 +307,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], Tensor]] = {
 }
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(changes=st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(1, 10)), max_size=6))
 def test_any_sequence_of_changes(changes: list[tuple[str, int]]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
