@@ -6,10 +6,13 @@ and takes `draft + verify + extend` seconds. Seconds are measured before the fir
 size; survival, the share of rounds that accept depth d, while requests run, for all batch sizes together.
 The shape that makes the most tokens per second runs.
 
-What is not run is not observed. So every `PROBE_EVERY`-th round is given to the shape that has not run for
-the longest time, which on a draft that is always wrong costs less than a percent; depths that no round has
-reached are taken to survive as the deepest that one has; and a tree that has never run is taken to lie
-halfway (geometrically) between the chain and perfection, until it has.
+What is not run is not observed. So now and then a round is a probe, given to the shape that has not run for
+the longest time; depths that no round has reached are taken to survive as the deepest that one has; and a
+tree that has never run is taken to lie halfway (geometrically) between the chain and perfection.
+
+A probe after plain rounds is dear: the draft first has to read all that it missed, 5 ms on an H200 with a 1B
+model whose round takes 1.2. So a probe that did worse than what runs doubles the time to the next one, and
+one that did better brings the next one near again.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 
 from .shapes import DraftShape
 
-PROBE_EVERY, REPLAN_EVERY = 64, 8  # rounds
+REPLAN_EVERY, PROBE_EVERY, PROBE_AT_LEAST_EVERY = 8, 64, 1024  # rounds
 _PRIOR, _PRIOR_ROUNDS = 0.7, 2.0  # what each depth is taken to keep of the one above it, and how firmly
 _MEMORY = 128.0  # rounds after which an observation has lost most of its weight
 
@@ -43,7 +46,11 @@ class Estimate:
     @property
     def rate(self) -> float:
         """Tokens per second of one request."""
-        return self.tokens / sum(self.seconds.values())
+        return self.rate_of(self.tokens)
+
+    def rate_of(self, tokens: float) -> float:
+        """Tokens per second if a round makes so many."""
+        return tokens / sum(self.seconds.values())
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,8 @@ class Planner:
         self._seen: dict[DraftShape, _Survival] = {}
         self._last_run = dict.fromkeys(self.shapes, 0)
         self._rounds = 0
+        self._probe: Choice | None = None  # the latest one, until its round was observed
+        self._probe_after, self._next_probe = PROBE_EVERY, PROBE_EVERY - REPLAN_EVERY
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.latest.values())) or "nothing was chosen yet"
@@ -111,8 +120,10 @@ class Planner:
         )
         shape = estimates[0].shape
         stalest = min(self.shapes, key=self._last_run.__getitem__)
-        probe = self._rounds % PROBE_EVERY == PROBE_EVERY - REPLAN_EVERY and stalest is not shape
+        probe = self._rounds >= self._next_probe and stalest is not shape
         choice = Choice(stalest if probe else shape, place[0], tuple(estimates), probe)
+        if probe:
+            self._probe, self._next_probe = choice, self._rounds + self._probe_after
         self.latest[place] = choice
         return choice
 
@@ -120,10 +131,20 @@ class Planner:
         """Tell how many tokens each request got from a round of `shape`, bonus included."""
         self._rounds += 1
         self._last_run[shape] = self._rounds
+        if self._probe is not None and self._probe.shape == shape:
+            self._learn_from(self._probe, sum(accept_lens) / len(accept_lens))
+            self._probe = None
         if shape.steps:
             seen = self._seen.setdefault(_kind(shape), _Survival(shape.steps))
             for depth in range(1, shape.steps + 1):
                 seen.add(depth, sum(length > depth for length in accept_lens) / len(accept_lens))
+
+    def _learn_from(self, probe: Choice, tokens: float) -> None:
+        """When the next probe is due."""
+        probed = next(each for each in probe.estimates if each.shape == probe.shape)
+        was_better = probed.rate_of(tokens) > probe.estimates[0].rate
+        self._probe_after = PROBE_EVERY if was_better else min(2 * self._probe_after, PROBE_AT_LEAST_EVERY)
+        self._next_probe = self._rounds + self._probe_after
 
     def _tokens(self, shape: DraftShape) -> float:
         """Expected tokens of a round."""
