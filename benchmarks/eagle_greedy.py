@@ -86,6 +86,16 @@ def greedy(
     return tokens, gaps
 
 
+def marks(rows: Sequence[Row], prompts: int) -> list[Mark]:
+    """Over all shapes, ways and heads."""
+    largest = max((each["gap"] for row in rows for each in row["differences"]), default=0.0)
+    most = max(len(row["differences"]) for row in rows) / prompts
+    return [
+        Mark("largest gap of the two best logits where a token differs", largest, BOUND),
+        Mark("largest share of prompts that differ anywhere", most, 0.25),
+    ]
+
+
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -96,13 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "eagle_greedy.json")
     options = parser.parse_args(given)
     rows = [row for head in options.heads.split(",") for row in bench(head, options)]
-    largest = max((each["gap"] for row in rows for each in row["differences"]), default=0.0)
-    most = max(len(row["differences"]) for row in rows) / options.prompts
-    marks = [
-        Mark("largest gap of the two best logits where a token differs", largest, BOUND),
-        Mark("largest share of prompts that differ anywhere", most, 0.25),
-    ]
-    write(options.out, " ".join(["python -m benchmarks.eagle_greedy", *without_out(given)]), rows, marks)
+    command = " ".join(["python -m benchmarks.eagle_greedy", *without_out(given)])
+    write(options.out, command, rows, marks(rows, options.prompts))
     shown = [row | {"differences": len(row["differences"])} for row in rows]
     print(table(shown, ("head", "shape", "graphs", "differences")))
     return 0
