@@ -6,6 +6,7 @@ import argparse
 import sysconfig
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 import piecewise_graph as pg
 from benchmarks.train_model import BYTE_OFFSET, read_corpus, split_corpus
-from piecewise_graph.eagle import DraftShape, Speculator, load_draft
+from piecewise_graph.eagle import DraftShape, Engine, Request, Speculator, Statistics, load_draft
 
 MODELS = Path(__file__).parent / "models"
 HEADS = {"eagle1": "byte-llama-eagle1", "eagle3": "byte-llama-eagle3"}
@@ -71,8 +72,10 @@ def _rows(speculator: Speculator, kind: str, prompts: Sequence[list[int]], turns
     found: dict[str, Any] = {}
     for turn in range(turns + 1):  # the first one captures
         for shape in asked:
-            taken, statistics = decode_seconds(speculator, prompts, NEW, shape)
-            found[str(shape)] = statistics
+            engine, requests = speculator.session(prompts, max_new_tokens=NEW, shape=shape, overlap=None)
+            with closing(engine):
+                taken = decode_seconds(engine, requests)
+            found[str(shape)] = Statistics(tuple(request.counts for request in requests))
             if turn:
                 seconds[str(shape)].append(taken)
     plain = sorted(seconds[str(SHAPES[0])])[turns // 2]
@@ -87,29 +90,16 @@ def _rows(speculator: Speculator, kind: str, prompts: Sequence[list[int]], turns
     ]  # fmt: skip
 
 
-def decode_seconds(
-    speculator: Speculator,
-    prompts: Sequence[list[int]],
-    new_tokens: int,
-    shape: Any,
-    synthetic: float | None = None,
-) -> tuple[float, Any]:
-    """(seconds per token of a request, prefill left out; statistics)."""
-    from piecewise_graph.eagle import Statistics
-
-    asked: dict[str, Any] = {"shape": shape, "synthetic": synthetic, "overlap": None}
-    engine, requests = speculator.session(prompts, max_new_tokens=new_tokens, **asked)
-    try:
-        while not all(request.tokens for request in requests):
-            engine.step()
-        before = sum(len(request.tokens) for request in requests)
-        began = time.perf_counter()
-        while engine.unfinished:
-            engine.step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        taken = time.perf_counter() - began
-    finally:
-        engine.close()
+def decode_seconds(engine: Engine, requests: Sequence[Request]) -> float:
+    """Seconds per token of a request until all are finished; prefill is left out."""
+    while not all(request.tokens for request in requests):
+        engine.step()
+    before = sum(len(request.tokens) for request in requests)
+    began = time.perf_counter()
+    while engine.unfinished:
+        engine.step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    taken = time.perf_counter() - began
     made = sum(len(request.tokens) for request in requests) - before
-    return taken * len(prompts) / made, Statistics(tuple(request.counts for request in requests))
+    return taken * len(requests) / made

@@ -28,6 +28,7 @@ import piecewise_graph as pg
 from piecewise_graph.eagle import DraftShape, Engine, Request, Sampling, Speculator, SpeculatorError
 from piecewise_graph.eagle.results import Result
 from piecewise_graph.errors import PiecewiseError
+from piecewise_graph.frozen_plan import FrozenPlan
 
 PLAIN, CHAIN, TREE = DraftShape(0), CHAINS[2], TREES[2]
 SHAPES = [CHAIN, TREE, PLAIN]
@@ -589,32 +590,42 @@ def soak(loop: Speculator, count: int) -> list[Request]:
     return some
 
 
-def check_soak(count: int) -> None:
-    made = make(graphs="full", max_requests=16, batch_sizes=[16], **QUICK)
+def alive() -> tuple[int, int]:
+    """(objects of any kind, plans among them: of piecewise forwards there is one per row count)."""
+    gc.collect()
+    objects = gc.get_objects()
+    return len(objects), sum(isinstance(thing, FrozenPlan) for thing in objects)
+
+
+def check_soak(count: int, prefill: str) -> None:
+    made = make(graphs={"prefill": prefill}, max_requests=16, batch_sizes=[16], **QUICK)
     made.prepare()
     soak(made, 200)  # whatever is made once is made
-    gc.collect()
+    objects, plans = alive()
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    objects = len(gc.get_objects())
     on_gpu = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     some = soak(made, count)
-    gc.collect()
     assert all_free(made)
-    assert len(gc.get_objects()) - objects < 100 + 20 * len(some)  # these requests are kept
+    objects_now, plans_now = alive()
+    # Some are made once, however long it runs; those of a plan, and of each request that is kept.
+    assert objects_now - objects < 300 + 45 * (plans_now - plans) + 20 * len(some)
+    assert plans_now <= made._prefill.most
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - host < 30_000  # KiB
     if torch.cuda.is_available():
         assert torch.cuda.memory_allocated() == on_gpu
     assert all(request.tokens == lone(request, CHAIN) for request in some)
 
 
-def test_soak() -> None:
-    check_soak(500)
+@pytest.mark.parametrize("prefill", ["compiled", "piecewise"])
+def test_soak(prefill: str) -> None:
+    check_soak(500, prefill)
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_long_soak() -> None:
-    check_soak(10_000)
+@pytest.mark.parametrize("prefill", ["compiled", "piecewise"])
+def test_long_soak(prefill: str) -> None:
+    check_soak(10_000, prefill)
 
 
 # On a GPU.
