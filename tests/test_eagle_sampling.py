@@ -13,6 +13,7 @@ from typing import Any
 import eagle_bigrams as bigrams
 import pytest
 import torch
+from eagle_cases import one_state_for_all_tests
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -60,11 +61,8 @@ SETTINGS = (
 @pytest.fixture(scope="module", autouse=True)
 def fresh_process_state() -> Iterator[None]:
     """Of the whole file: its speculators are made once."""
-    torch._dynamo.reset()
-    pg.reset()
-    yield
-    torch._dynamo.reset()
-    pg.reset()
+    with one_state_for_all_tests():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from typing import Any
 import eagle_bigrams as bigrams
 import pytest
 import torch
+from eagle_cases import one_state_for_all_tests
 from hypothesis import given
 from hypothesis import strategies as st
 
-import piecewise_graph as pg
 from piecewise_graph.eagle import DraftShape, Sampling, Speculator, SpeculatorError, Statistics
 from piecewise_graph.eagle.statistics import Counts
 from piecewise_graph.eagle.synthetic import Synthetic
@@ -30,11 +30,8 @@ REQUESTS, NEW_TOKENS, PROMPT = 256, 50, [5, 2]
 @pytest.fixture(scope="module", autouse=True)
 def fresh_process_state() -> Iterator[None]:
     """Of the whole file: its models are made once."""
-    torch._dynamo.reset()
-    pg.reset()
-    yield
-    torch._dynamo.reset()
-    pg.reset()
+    with one_state_for_all_tests():
+        yield
 
 
 @pytest.fixture(scope="module")
