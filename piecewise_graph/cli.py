@@ -56,7 +56,7 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
 def _generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="directory or hub id of a causal LM, the target")
     parser.add_argument("--draft", help="directory of an EAGLE head; left out: plain decoding")
-    parser.add_argument("--steps", default="3", help="tokens that a round drafts, or 'auto'")
+    parser.add_argument("--steps", help="tokens that a round drafts, or 'auto' (default: 3)")
     parser.add_argument("--topk", type=int, default=1, help="branches per level; 1 = a chain")
     parser.add_argument("--num-draft-tokens", type=int, help="rows that the target verifies, root included")
     parser.add_argument("--prompt", default=demo.PROMPT, help="text to go on with")

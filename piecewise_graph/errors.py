@@ -8,7 +8,7 @@ sitting and kept in one voice. Everything derives from `PiecewiseError`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class PiecewiseError(Exception):
@@ -94,11 +94,11 @@ class TokenDimError(PiecewiseError):
     """The token dimension is missing, ambiguous, or not dynamic."""
 
     @classmethod
-    def ambiguous(cls, candidates: Sequence[str]) -> TokenDimError:
-        found = "; ".join(candidates) or "no tensor arguments"
+    def ambiguous(cls, shapes: Mapping[str, Sequence[int]]) -> TokenDimError:
+        found = "; ".join(f"{name} has shape {tuple(s)}" for name, s in shapes.items()) or "no tensors"
         return cls(
             f"cannot tell which dimension counts tokens: {found}.",
-            'name it: pg.compile(model, token_dim={"input_ids": 1}).',
+            f'name it, such as dimension 0: pg.compile(model, token_dim={{"{next(iter(shapes), "x")}": 0}}).',
         )
 
     @classmethod

@@ -88,7 +88,7 @@ def _leader(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         (name, tensor) = next(iter(tensors.items()))
         if tensor.ndim == 1:
             return {name: (0,)}
-    raise TokenDimError.ambiguous([f"{name} has shape {tuple(t.shape)}" for name, t in tensors.items()])
+    raise TokenDimError.ambiguous({name: tensor.shape for name, tensor in tensors.items()})
 
 
 def _following(name: str, tensor: Tensor, count: int) -> tuple[int, ...]:

@@ -161,6 +161,28 @@ def test_generate_command_prints_text_times_and_acceptance(capsys: pytest.Captur
     assert "SYNTHETIC" not in printed
 
 
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--steps", "3"], "needs a draft model and there is none"),
+        (["--draft", HEAD, "--steps", "three"], "--steps three"),
+        (["--draft", HEAD, "--synthetic-accept-length", "9"], "a mean of 9.0 tokens from 3 steps"),
+        (["--dtype", "fp8"], "dtype 'fp8' cannot be used"),
+        (["--device", "gpu"], "device 'gpu' cannot be used"),
+        (["--top-p", "90"], "top_p=90"),
+        (["--max-new-tokens", "5000"], "a target of 2048 positions"),
+        (["--model", "./nowhere"], "the model './nowhere' cannot be used"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_generate_command_says_what_it_cannot_serve(
+    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--model", TARGET, "--compiler", "eager", *options]) == 2
+    error = capsys.readouterr().err
+    assert says in error and "What to do:" in error
+
+
 def test_generate_command_labels_synthetic_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["generate", "--model", TARGET, "--draft", HEAD, "--topk", "2", "--max-new-tokens", "16"]
     assert main([*asked, "--compiler", "eager", "--synthetic-accept-length", "2", "--graphs", "eager"]) == 0

@@ -255,8 +255,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no samplings": ({"sampling": []}, "0 values of sampling for 1 prompts"),
     "shape": ({"shape": DraftShape(2, 2)}, "a tree of 2 steps, top-k 2, 7 tokens was not named"),
     "steps": ({"shape": 4}, "a chain of 4 was not named .* has a chain of 5, a tree of 3"),
-    "half a step": ({"shape": 1.5}, "steps=1.5"),
-    "word": ({"shape": "best"}, "steps='best'"),
+    "half a step": ({"shape": 1.5}, "1.5 is no shape"),
+    "word": ({"shape": "best"}, "'best' is no shape"),
+    "a prompt, not a list of them": ({"prompts": [1, 2]}, "request 0 .* its prompt is 1"),
+    "text": ({"prompts": ["import"]}, "request 0 .* its prompt is 'import'"),
+    "half a token": ({"prompts": [[1.5]]}, r"request 0 .* its prompt is \[1.5\]"),
+    "stop as text": ({"stop": "x"}, "its stop is 'x'"),
+    "one stop": ({"stop": 13}, "its stop is 13"),
+    "no such stop": ({"stop": [VOCABULARY]}, f"token {VOCABULARY} of its stop tokens"),
+    "sampling": ({"sampling": 0.7}, "its sampling is 0.7"),
+    "half a new token": ({"max_new_tokens": 8.5}, "max_new_tokens is 8.5"),
     "phase": ({"graphs": {"prefil": "eager"}}, "graphs={'prefil': 'eager'} names no phase"),
     "way": ({"graphs": "fast"}, "graphs={'draft': 'fast'} names no phase, or no way"),
     "prefill": ({"graphs": {"prefill": "compiled"}}, "this speculator runs prompts 'eager'"),
@@ -277,6 +285,14 @@ def test_refused_before_anything_runs(case: str, loop: Speculator) -> None:
 
 LOOPS: dict[str, tuple[dict[str, Any], str]] = {
     "no shape": ({"shapes": []}, "no round can have this shape"),
+    "one shape": ({"shapes": 3}, "shapes=3"),
+    "auto": ({"shapes": ["auto"]}, "'auto' is no shape"),
+    "too deep": ({"shapes": [300]}, "301 draft tokens of 300 steps"),
+    "too few rows": ({"shapes": [(3, 3)]}, "is no shape"),
+    "length": ({"max_seq_len": 0}, "max_seq_len=0"),
+    "no pages": ({"num_pages": 1}, "num_pages=1"),
+    "empty pages": ({"shapes": [0], "page_size": 0}, "page_size=0"),
+    "positions": ({"max_seq_len": 513}, "max_seq_len=513 and a target of 512 positions"),
     "pages": ({"page_size": 16}, "a tree of 3 steps, top-k 4, 16 tokens, with pages of 16 tokens"),
     "requests": ({"max_requests": 0}, "max_requests=0"),
     "batches": ({"batch_sizes": [4, 0]}, r"batch_sizes=\[4, 0\]"),
@@ -293,6 +309,17 @@ def test_loop_is_refused(case: str) -> None:
     asked, what = LOOPS[case]
     with pytest.raises(SpeculatorError, match=f"(?s){what}.*What to do:"):
         make(**asked)
+
+
+def test_longest_request_is_what_the_target_has_positions_for() -> None:
+    target, _, draft = small_pair("twin")
+    assert Speculator(target, draft, shapes=[0]).max_seq_len == 512
+
+
+@pytest.mark.parametrize("rules", ["greedy", ["gredy"]])
+def test_rules_that_are_none_are_refused(loop: Speculator, rules: Any) -> None:
+    with pytest.raises(SpeculatorError, match="pass a list of some of greedy, sampled, filtered"):
+        loop.prepare(rules=rules)
 
 
 def test_ways_of_one_generation_are_the_loops_own_but_for_those_named() -> None:

@@ -425,14 +425,14 @@ def test_callback_that_raises_loses_nothing(loop: Speculator, overlap: bool) -> 
     requests = [
         engine.add_request(prompt, max_new_tokens=12, on_tokens=hear) for prompt in small_prompts([4, 6])
     ]
-    raised = 0
+    raised, returned = 0, list[Request]()
     while engine.unfinished:
         try:
-            engine.step()
+            returned += engine.step()
         except RuntimeError:
             raised += 1
-    engine.step()  # what the last exception kept back
-    assert raised
+    returned += engine.step()  # what the last exception kept back
+    assert raised and sorted(request.index for request in returned) == [0, 1]
     for request in requests:
         assert request.tokens == lone(request, CHAIN) == heard[request.index]
 
@@ -569,6 +569,25 @@ def test_engine_whose_step_failed_leaves_the_next_one_alone(
     assert all_free(loop)
 
 
+def test_what_a_failed_step_has_left_is_taken_back_by_the_next_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its slot was open and nobody's: with one slot, nobody else could have been served."""
+    loop = make(shapes=[0], max_requests=1, max_seq_len=40)
+    first, second = loop.engine(), loop.engine()
+    lost = first.add_request([1, 2], max_new_tokens=3)
+    monkeypatch.setattr(loop._workshop.table, "reserve", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        first.step()
+    monkeypatch.undo()
+    first.abort(lost)
+    request = second.add_request([1, 2], max_new_tokens=3)
+    for _ in range(10):
+        second.step()
+    assert request.tokens == lone(request, PLAIN)
+    assert all_free(loop)
+
+
 # For a long time.
 
 
@@ -594,7 +613,7 @@ def alive() -> tuple[int, int]:
     """(objects of any kind, plans among them: of piecewise forwards there is one per row count)."""
     gc.collect()
     objects = gc.get_objects()
-    return len(objects), sum(isinstance(thing, FrozenPlan) for thing in objects)
+    return len(objects), sum(type(thing) is FrozenPlan for thing in objects)
 
 
 def check_soak(count: int, prefill: str) -> None:

@@ -432,7 +432,7 @@ def test_options_that_mean_nothing_are_refused_by_name(
 
 def test_a_model_that_is_not_there_is_refused(inside: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serving", "--model", "./nowhere"]) == 2
-    assert "--model ./nowhere cannot be loaded" in capsys.readouterr().err
+    assert "the model './nowhere' cannot be used" in capsys.readouterr().err
 
 
 def test_a_planner_is_timed_before_it_serves(

@@ -20,13 +20,6 @@ class BenchError(PiecewiseError, ValueError):
         )
 
     @classmethod
-    def no_model(cls, model: str, why: object) -> BenchError:
-        return cls(
-            f"--model {model} cannot be loaded: {why}",
-            "pass a directory or hub id of a causal LM, or --random-weights 1b.",
-        )
-
-    @classmethod
     def no_folder(cls, option: str, file: Path) -> BenchError:
         return cls(
             f"{option} {file} cannot be written: its folder does not exist.", "make it, or name another file."

@@ -14,7 +14,6 @@ from piecewise_graph.eagle.command import load_target
 from piecewise_graph.eagle.random_models import MODEL_SHAPES, random_draft, random_model
 from piecewise_graph.eagle.speculator import Speculator
 
-from .errors import BenchError
 from .settings import Setting
 
 
@@ -51,10 +50,7 @@ def make_served(options: argparse.Namespace, settings: Sequence[Setting]) -> Ser
 
 def _target(options: argparse.Namespace) -> tuple[Any, Callable[[str], Sequence[int]] | None]:
     if options.model:
-        try:
-            tokenizer, target = load_target(options.model, options.dtype, options.device)
-        except OSError as error:
-            raise BenchError.no_model(options.model, str(error).partition("\n")[0]) from error
+        tokenizer, target = load_target(options.model, options.dtype, options.device)
         return target, lambda text: tokenizer(text, add_special_tokens=False).input_ids
     pg.register_attention()
     dtype = getattr(torch, options.dtype or "bfloat16")

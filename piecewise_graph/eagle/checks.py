@@ -8,9 +8,11 @@ from typing import Any
 from piecewise_graph.custom_ops.attention.transformers import is_ours
 
 from .errors import SpeculatorError
+from .phases import RULES
 from .shapes import FULL, WAYS, DraftShape
 
 PHASES = ("draft", "verify", "extend")
+MAX_SEQ_LEN = 1024  # where nothing is asked for
 
 
 def ways(graphs: str | Mapping[str, str], prefill: str) -> dict[str, str]:
@@ -30,10 +32,32 @@ def padded_sizes(given: Sequence[int] | None, max_requests: int) -> tuple[int, .
     """Ascending, the last of them enough for every request."""
     if max_requests < 1 or any(size < 1 for size in given or ()):
         what = f"max_requests={max_requests}, batch_sizes={given}"
-        raise SpeculatorError.bad_shape(what, "serve at least one request at a time.")
+        raise SpeculatorError.bad_setting(what, "serve at least one request at a time.")
     powers = [2**i for i in range(max_requests.bit_length()) if 2**i < max_requests]
     below = [size for size in given or powers if size < max_requests]
     return (*sorted(set(below)), max_requests)
+
+
+def longest(model: Any, asked: int | None, page_size: int, num_pages: int | None) -> int:
+    """Tokens of a request at most; not more than the target knows positions for."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    max_seq_len = min(MAX_SEQ_LEN, positions or MAX_SEQ_LEN) if asked is None else asked
+    for name, value, least in (
+        ("max_seq_len", max_seq_len, 2), ("page_size", page_size, 1), ("num_pages", num_pages, 2),
+    ):  # fmt: skip
+        if value is not None and value < least:
+            raise SpeculatorError.bad_setting(f"{name}={value}", f"pass {least} or more.")
+    if positions is not None and max_seq_len > positions:
+        raise SpeculatorError.bad_setting(
+            f"max_seq_len={max_seq_len} and a target of {positions} positions",
+            "lower it; a model that reaches further says so in config.max_position_embeddings.",
+        )
+    return max_seq_len
+
+
+def check_rules(rules: Sequence[str]) -> None:
+    if isinstance(rules, str) or not set(rules) <= set(RULES):
+        raise SpeculatorError.bad_setting(f"{rules=}", f"pass a list of some of {', '.join(RULES)}.")
 
 
 def check_models(model: Any, draft: Any, shapes: Sequence[DraftShape], page_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ from typing import Any
 import torch
 
 import piecewise_graph as pg
+from piecewise_graph.errors import PiecewiseError
 
+from .errors import SpeculatorError
 from .shapes import AUTO, DraftShape, Sampling, planner_shapes
 from .speculator import Speculator
 from .statistics import Statistics
+from .synthetic import Synthetic
 
 _SMALL = 100_000_000  # parameters up to which float32 costs nothing and makes agreement exact
 _PLAIN = DraftShape(0)
@@ -37,13 +41,24 @@ class Run:
 def run(options: argparse.Namespace) -> int:
     """Generate with and without the draft, print the text, the times and the acceptance; 0 when all is well.
 
-    Greedy text must be the same with and without a draft; in float32 a difference ends with status 1.
+    Greedy text must be the same with and without a draft; in float32 a difference ends with status 1, options
+    that cannot be served with 2.
     """
+    try:
+        return _run(options)
+    except PiecewiseError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.synthetic_accept_length is not None and isinstance(shape := _shape(options), DraftShape):
+        Synthetic.of(options.synthetic_accept_length, shape.steps)  # said before a model is loaded
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     tokenizer, target = load_target(options.model, options.dtype, options.device)
     prompt = tokenizer(options.prompt, add_special_tokens=False).input_ids
     shape = _shape(options)
     speculator = _speculator(options, target, [shape] if shape != AUTO else planner_shapes(), len(prompt))
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     asked: dict[str, Any] = {"plain decoding": _PLAIN, str(shape): shape}
     runs = {
         name: measure(
@@ -147,13 +162,34 @@ def load_target(path: str, dtype: str | None, device: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     pg.register_attention()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    target: Any = AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="piecewise", dtype=getattr(torch, dtype) if dtype else "auto"
-    )
+    wanted, place = _dtype(dtype) if dtype else "auto", _device(device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        target: Any = AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation="piecewise", dtype=wanted
+        )
+    except (OSError, ValueError) as error:
+        remedy = "pass the directory, or the hub id, of a causal LM with its tokenizer."
+        raise SpeculatorError.not_loaded(f"the model {path!r}", error, remedy) from error
     if not dtype and sum(p.numel() for p in target.parameters()) <= _SMALL:
         target = target.float()
-    return tokenizer, target.to(device).eval()
+    return tokenizer, target.to(place).eval()
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise SpeculatorError.not_loaded(f"dtype {name!r}", "torch has none.", "pass float32 or bfloat16.")
+    return found
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SpeculatorError.not_loaded(f"device {name!r}", error, "pass cpu, or cuda on a GPU.") from error
+    return device
 
 
 def _draft(path: Any, target: Any) -> Any:
@@ -178,10 +214,15 @@ def _speculator(options: argparse.Namespace, target: Any, shapes: list[Any], pro
 
 def _shape(options: argparse.Namespace) -> DraftShape | str:
     if not options.draft:
+        if options.steps is not None or options.topk != 1 or options.num_draft_tokens is not None:
+            raise SpeculatorError.no_draft("what --steps, --topk and --num-draft-tokens ask for")
         return _PLAIN
-    if options.steps == AUTO:
+    steps = "3" if options.steps is None else options.steps
+    if steps == AUTO:
         return AUTO
-    return DraftShape(int(options.steps), options.topk, options.num_draft_tokens)
+    if not steps.isdecimal():
+        raise SpeculatorError.bad_shape(f"--steps {steps}", "pass a whole number, or auto.")
+    return DraftShape(int(steps), options.topk, options.num_draft_tokens)
 
 
 def _rounds(target: Any) -> bool:

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 from .errors import SpeculatorError
 from .launches import Launch, fresh
 from .prefill import Piece, Prefill
-from .request import Request, check_request
+from .request import Request, check_request, token_ids
 from .round_choice import RoundChoice
 from .runner import named
 from .scheduler import Scheduler
@@ -64,6 +64,7 @@ class Engine:
         self._scheduler = Scheduler(workshop.table, room)
         self._under_way: deque[Launch] = deque()
         self._news: dict[Request, None] = {}  # who has tokens that `on_tokens` has not seen, in order
+        self._finished: list[Request] = []  # of these, who was told and not returned by `step` yet
         self._unfinished: dict[Request, None] = {}
         self._came = 0
         self._torn = False  # an exception ended a step: the device may be ahead of the host
@@ -133,8 +134,8 @@ class Engine:
     ) -> Request:
         """A request that was checked and not queued."""
         request = Request(
-            self._came, tuple(int(token) for token in prompt), Sampling() if sampling is None else sampling,
-            max_new_tokens, frozenset(stop), on_tokens,
+            self._came, token_ids(self._came, "prompt", prompt), Sampling() if sampling is None else sampling,
+            max_new_tokens, frozenset(token_ids(self._came, "stop", stop)), on_tokens,
         )  # fmt: skip
         check_request(request, self._workshop.sizes.vocab, self._max_seq_len)
         self._workshop.table.check_fits(request.limit + self._room)
@@ -178,7 +179,8 @@ class Engine:
             SpeculatorError: a phase could not be captured; or an exception ended the step before, and another
                 engine has requests now.
             Exception: whatever `on_tokens` raises. Nothing is lost: the next step goes on from there, and
-                tells the others first; call it once more where nothing is unfinished.
+                tells the others first, and returns those that were finished; call it once more where nothing
+                is unfinished. A callback that always raises is ended by `abort`.
         """
         with self._context(), named("round"):
             if self._torn:
@@ -282,13 +284,13 @@ class Engine:
 
     def _report(self) -> list[Request]:
         """Hand out new tokens; the requests that are finished with them."""
-        finished = []
         while self._news:
             request = next(iter(self._news))
             del self._news[request]
             if request.finished and not request.aborted:
-                finished.append(request)
+                self._finished.append(request)
             request.report()
+        finished, self._finished = self._finished, []
         return finished
 
     def _recover(self) -> None:

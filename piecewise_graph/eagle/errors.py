@@ -158,12 +158,20 @@ class SpeculatorError(PiecewiseError, ValueError):
         return cls(f"nothing can be sampled like this: {what}.", remedy)
 
     @classmethod
+    def bad_setting(cls, what: str, remedy: str) -> SpeculatorError:
+        return cls(f"no speculator can be made or prepared like this: {what}.", remedy)
+
+    @classmethod
+    def not_loaded(cls, what: str, why: object, remedy: str) -> SpeculatorError:
+        return cls(f"{what} cannot be used: {str(why).partition(chr(10))[0]}", remedy)
+
+    @classmethod
     def bad_graphs(
         cls, phase: str, how: object, phases: Sequence[str], ways: Sequence[str]
     ) -> SpeculatorError:
         return cls(
             f"graphs={{{phase!r}: {how!r}}} names no phase, or no way to run one.",
-            f"phases are {', '.join(phases)}; ways are {', '.join(ways)}.",
+            f"phases are {', '.join(phases)}; ways are {', '.join(ways)}; prefill is never 'full'.",
         )
 
     @classmethod

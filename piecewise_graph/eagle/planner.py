@@ -10,9 +10,9 @@ What is not run is not observed. So now and then a round is a probe, given to th
 the longest time; depths that no round has reached are taken to survive as the deepest that one has; and a
 tree that has never run is taken to lie halfway (geometrically) between the chain and perfection.
 
-A probe after plain rounds is dear: the draft first has to read all that it missed, 5 ms on an H200 with a 1B
-model whose round takes 1.2. So a probe that did worse than what runs doubles the time to the next one, and
-one that did better brings the next one near again.
+A draft after plain rounds is dear: it first has to read all that it missed, 4 ms on an H200 with a 1B model
+whose round takes 1.2. So while plain decoding is the best, a probe that did worse doubles the time to the
+next one of its kind (all chains are one kind, each tree is its own), and one that did better brings it near.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .shapes import DraftShape
 
 REPLAN_EVERY, PROBE_EVERY, PROBE_AT_LEAST_EVERY = 8, 64, 1024  # rounds
 _PRIOR, _PRIOR_ROUNDS = 0.7, 2.0  # what each depth is taken to keep of the one above it, and how firmly
+_LATE = 2  # rounds after which a probe's round was observed, or never will be
 _MEMORY = 128.0  # rounds after which an observation has lost most of its weight
 
 Place = tuple[Any, ...]  # the batch size, then whatever else the phases' times depend on
@@ -95,8 +96,9 @@ class Planner:
         self._seen: dict[DraftShape, _Survival] = {}
         self._last_run = dict.fromkeys(self.shapes, 0)
         self._rounds = 0
-        self._probe: Choice | None = None  # the latest one, until its round was observed
-        self._probe_after, self._next_probe = PROBE_EVERY, PROBE_EVERY - REPLAN_EVERY
+        self._patience: dict[DraftShape, int] = {}  # kind -> rounds between its probes beside plain decoding
+        self._probe: tuple[Choice, int] | None = None  # and when it was chosen, until it is observed
+        self._next_probe = PROBE_EVERY - REPLAN_EVERY
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.latest.values())) or "nothing was chosen yet"
@@ -119,11 +121,10 @@ class Planner:
             key=lambda each: -each.rate,
         )
         shape = estimates[0].shape
-        stalest = min(self.shapes, key=self._last_run.__getitem__)
-        probe = self._rounds >= self._next_probe and stalest is not shape
-        choice = Choice(stalest if probe else shape, place[0], tuple(estimates), probe)
-        if probe:
-            self._probe, self._next_probe = choice, self._rounds + self._probe_after
+        stalest = self._stalest(shape) if self._rounds >= self._next_probe else None
+        choice = Choice(stalest or shape, place[0], tuple(estimates), probe=stalest is not None)
+        if choice.probe:
+            self._probe, self._next_probe = (choice, self._rounds), self._rounds + PROBE_EVERY
         self.latest[place] = choice
         return choice
 
@@ -131,20 +132,37 @@ class Planner:
         """Tell how many tokens each request got from a round of `shape`, bonus included."""
         self._rounds += 1
         self._last_run[shape] = self._rounds
-        if self._probe is not None and self._probe.shape == shape:
-            self._learn_from(self._probe, sum(accept_lens) / len(accept_lens))
+        if self._probe is not None and self._probe[0].shape == shape:
+            self._learn_from(*self._probe, sum(accept_lens) / len(accept_lens))
             self._probe = None
         if shape.steps:
             seen = self._seen.setdefault(_kind(shape), _Survival(shape.steps))
             for depth in range(1, shape.steps + 1):
                 seen.add(depth, sum(length > depth for length in accept_lens) / len(accept_lens))
 
-    def _learn_from(self, probe: Choice, tokens: float) -> None:
-        """When the next probe is due."""
+    def _stalest(self, best: DraftShape) -> DraftShape | None:
+        """Of those that a probe is due for, the one that has not run for the longest time."""
+        due = [shape for shape in self.shapes if shape != best and self._is_due(shape, best)]
+        return min(due, key=self._last_run.__getitem__, default=None)
+
+    def _is_due(self, shape: DraftShape, best: DraftShape) -> bool:
+        if best.steps or not shape.steps:
+            return True
+        kind = _kind(shape)
+        latest = max(self._last_run[each] for each in self.shapes if each.steps and _kind(each) == kind)
+        return self._rounds - latest >= self._patience.get(kind, PROBE_EVERY) - REPLAN_EVERY
+
+    def _learn_from(self, probe: Choice, chosen_at: int, tokens: float) -> None:
+        """How long the next probe of this kind may wait."""
+        best = probe.estimates[0]
         probed = next(each for each in probe.estimates if each.shape == probe.shape)
-        was_better = probed.rate_of(tokens) > probe.estimates[0].rate
-        self._probe_after = PROBE_EVERY if was_better else min(2 * self._probe_after, PROBE_AT_LEAST_EVERY)
-        self._next_probe = self._rounds + self._probe_after
+        is_dear = bool(probed.shape.steps) and not best.shape.steps
+        if not is_dear or self._rounds - chosen_at > _LATE:
+            return
+        kind = _kind(probed.shape)
+        waited = self._patience.get(kind, PROBE_EVERY)
+        was_better = probed.rate_of(tokens) > best.rate
+        self._patience[kind] = PROBE_EVERY if was_better else min(2 * waited, PROBE_AT_LEAST_EVERY)
 
     def _tokens(self, shape: DraftShape) -> float:
         """Expected tokens of a round."""

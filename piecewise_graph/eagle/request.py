@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
 
 from .errors import SpeculatorError
 from .shapes import Sampling
@@ -12,12 +15,17 @@ from .statistics import Counts
 
 @dataclass(eq=False)
 class Request:
-    """Attributes:
+    """Made by `Engine.add_request`; `tokens` and `finished` are what its caller reads.
+
+    Attributes:
     index: among all requests of its engine; the one that came first is served first.
-    on_tokens: called as `on_tokens(request, new_tokens)` whenever the host learns of new tokens.
-    slot: row of the request table while it runs; meaningless before and after.
+    prompt, sampling, max_new_tokens, stop, on_tokens: as asked for.
     tokens: what was generated; a stop token that ended it is the last of them.
     aborted: its caller wants no more of it.
+    counts: what became of its rounds, for `Statistics`.
+
+    The engine's own:
+    slot: row of the request table while it runs; meaningless before and after.
     computed: tokens up to its `length` that prefill has sent to the device.
     drafted: tokens whose K and V the draft has.
     behind: rounds ran without the draft since, or are under way.
@@ -81,6 +89,18 @@ class Request:
             self.on_tokens(self, new)
 
 
+def token_ids(index: int, what: str, given: Any) -> tuple[int, ...]:
+    """Raises:
+    SpeculatorError: they are none.
+    """
+    try:
+        return tuple(map(operator.index, given))
+    except TypeError:
+        raise SpeculatorError.bad_request(
+            index, f"its {what} is {given!r}", "pass a sequence of token ids (of prompts: a list of such)."
+        ) from None
+
+
 def check_request(request: Request, vocab_size: int, max_seq_len: int) -> None:
     """Raises:
     SpeculatorError: the request can never be served.
@@ -88,13 +108,17 @@ def check_request(request: Request, vocab_size: int, max_seq_len: int) -> None:
     prompt, index = request.prompt, request.index
     if not prompt:
         raise SpeculatorError.bad_request(index, "its prompt is empty", "pass at least one token.")
-    wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        what = f"token {wrong} of its prompt is none of the target's {vocab_size}"
-        raise SpeculatorError.bad_request(index, what, "encode the prompt with the target's tokenizer.")
-    if request.max_new_tokens < 1:
-        what = f"max_new_tokens is {request.max_new_tokens}"
-        raise SpeculatorError.bad_request(index, what, "ask for at least one token.")
+    for place, tokens in {"prompt": prompt, "stop tokens": sorted(request.stop)}.items():
+        wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            what = f"token {wrong} of its {place} is none of the target's {vocab_size}"
+            raise SpeculatorError.bad_request(index, what, "encode text with the target's tokenizer.")
+    if not isinstance(request.max_new_tokens, Integral) or request.max_new_tokens < 1:
+        what = f"max_new_tokens is {request.max_new_tokens!r}"
+        raise SpeculatorError.bad_request(index, what, "ask for at least one token, a whole number of them.")
+    if not isinstance(request.sampling, Sampling):
+        what = f"its sampling is {request.sampling!r}"
+        raise SpeculatorError.bad_request(index, what, "pass Sampling(...), or None = greedy.")
     total = len(prompt) + request.max_new_tokens
     if total > max_seq_len:
         what = f"{len(prompt)} prompt tokens and {request.max_new_tokens} new ones are {total}"
@@ -112,8 +136,6 @@ def per_request(name: str, given: object, count: int) -> list[object]:
     if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
         if len(given) != count:
             what = f"{len(given)} values of {name} for {count} prompts"
-            raise SpeculatorError.bad_request(
-                min(len(given), count), what, "pass one for all, or one per prompt."
-            )
+            raise SpeculatorError.bad_setting(what, "pass one for all, or one per prompt.")
         return list(given)
     return [given] * count

@@ -39,18 +39,19 @@ class DraftShape:
         if self.steps < 0 or self.topk < 1 or (self.steps == 0 and self.topk > 1):
             what = f"{self.steps} steps with top-k {self.topk}"
             raise SpeculatorError.bad_shape(
-                what, "draft 0 steps with topk=1, or 1 and more with topk of 1 and more."
+                what, "pass steps=0 for plain decoding, else 1 or more; topk=1 for a chain, more for a tree."
             )
         most = 1 + self.candidates
         if self.num_draft_tokens is None:
             chosen = most if self.topk == 1 else min(most, 8 * self.steps, MAX_DRAFT_TOKENS)
             object.__setattr__(self, "num_draft_tokens", chosen)
-        low = most if self.topk == 1 else 2
-        if not low <= self.nodes <= min(most, MAX_DRAFT_TOKENS):
+        low, high = most if self.topk == 1 else 2, min(most, MAX_DRAFT_TOKENS)
+        if not low <= self.nodes <= high:
             what = f"{self.num_draft_tokens} draft tokens of {self.steps} steps with top-k {self.topk}"
-            raise SpeculatorError.bad_shape(
-                what, f"pass {low} to {min(most, MAX_DRAFT_TOKENS)}, the root included."
-            )
+            wanted = f"{low} to {high}" if low < high else f"{high}"
+            if low > high:
+                raise SpeculatorError.bad_shape(what, f"draft at most {MAX_DRAFT_TOKENS - 1} tokens.")
+            raise SpeculatorError.bad_shape(what, f"pass num_draft_tokens={wanted}, the root included.")
 
     @property
     def nodes(self) -> int:
@@ -110,7 +111,7 @@ class Sampling:
         faults = {
             "temperature": (0 <= self.temperature < float("inf"), "pass 0 for greedy, or more."),
             "top_k": (_is_whole(self.top_k, 2**31), "pass how many tokens to keep; 0 = all."),
-            "top_p": (0 < self.top_p <= 1, "pass a probability above 0; 1 = all."),
+            "top_p": (0 < self.top_p <= 1, "pass a probability above 0 and up to 1; 1 = all."),
             "seed": (_is_whole(self.seed, 2**62), "pass a whole number from 0 to 2**62 - 1."),
         }
         for name, (fine, remedy) in faults.items():
@@ -130,6 +131,18 @@ def _is_whole(value: Any, end: int) -> bool:
     return isinstance(value, Integral) and 0 <= int(value) < end
 
 
+def as_shapes(shapes: Any) -> tuple[DraftShape, ...]:
+    """Each once, in order."""
+    if isinstance(shapes, (str, int, DraftShape)) or not shapes:
+        raise SpeculatorError.bad_shape(f"{shapes=}", "pass a list, such as [3, 0]; 0 = plain decoding.")
+    return tuple(dict.fromkeys(map(as_shape, shapes)))
+
+
 def as_shape(shape: Any) -> DraftShape:
     """A shape, or the number of steps of a chain."""
+    if not isinstance(shape, (DraftShape, int)):
+        what = f"{shape!r} is no shape"
+        raise SpeculatorError.bad_shape(
+            what, 'pass a DraftShape or a number of steps; "auto" is for shape= of generate and engine.'
+        )
     return shape if isinstance(shape, DraftShape) else DraftShape(shape)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .checks import PHASES, check_models, check_options, padded_sizes, ways
+from .checks import PHASES, check_models, check_options, check_rules, longest, padded_sizes, ways
 from .engine import Engine
 from .errors import SpeculatorError
 from .phases import GREEDY
@@ -16,7 +16,7 @@ from .planner import Planner
 from .prefill import Prefill
 from .request import Request, per_request
 from .round_choice import RoundChoice
-from .shapes import AUTO, COMPILED, FULL, PIECEWISE, DraftShape, Sampling, as_shape
+from .shapes import AUTO, COMPILED, FULL, PIECEWISE, DraftShape, Sampling, as_shape, as_shapes
 from .statistics import Statistics
 from .synthetic import Synthetic
 from .workshop import RoundKey, Workshop
@@ -31,7 +31,8 @@ class Speculator:
         shapes: what rounds may look like, the first of them the default: `DraftShape`s, or numbers of steps
             of chains.
         max_requests: that run at the same time; further prompts wait for one to finish.
-        max_seq_len: prompt and new tokens of one request together.
+        max_seq_len: prompt and new tokens of one request together; None = 1024, or the target's positions
+            where these are fewer.
         page_size: of the caches; trees need 1.
         num_pages: of the caches; None = enough for `max_requests` of `max_seq_len`.
         batch_sizes: requests that a round is made for, smaller batches are padded; None = powers of 2.
@@ -57,7 +58,7 @@ class Speculator:
         *,
         shapes: Sequence[DraftShape | int] = (3,),
         max_requests: int = 8,
-        max_seq_len: int = 1024,
+        max_seq_len: int | None = None,
         page_size: int = 1,
         num_pages: int | None = None,
         batch_sizes: Sequence[int] | None = None,
@@ -66,17 +67,16 @@ class Speculator:
         options: Mapping[str, Any] | None = None,
         draft_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.shapes = tuple(dict.fromkeys(map(as_shape, shapes)))
+        self.shapes = as_shapes(shapes)
         self.graphs = ways(graphs, PIECEWISE if model.device.type == "cuda" else COMPILED)
         self.batch_sizes = padded_sizes(batch_sizes, max_requests)
-        self.max_requests, self.max_seq_len = max_requests, max_seq_len
-        if not self.shapes:
-            raise SpeculatorError.bad_shape("shapes names none", "name at least one; 0 = plain decoding.")
+        self.max_requests = max_requests
         if prefill_rows < 1:
             raise SpeculatorError.bad_shape(f"{prefill_rows=}", "prefill at least one token at a time.")
         self.planner = Planner(self.shapes)
         self._latest: Engine | None = None
         check_models(model, draft, self.shapes, page_size)
+        self.max_seq_len = longest(model, max_seq_len, page_size, num_pages)
         check_options(options or {})
         check_options(draft_options or {})
         if not any(shape.steps for shape in self.shapes):
@@ -84,13 +84,10 @@ class Speculator:
         self._room = max(shape.room for shape in self.shapes)
         # With overlap, a request that reached its end runs one round more.
         margin = self._room + max(shape.steps for shape in self.shapes) + 1
-        longest = max_seq_len + margin
-        pages = (
-            1 + max_requests * -(-(max_seq_len + self._room) // page_size) if num_pages is None else num_pages
-        )
+        each = -(-(self.max_seq_len + self._room) // page_size)
         paging = {
-            "max_requests": max_requests, "max_seq_len": longest, "margin": margin,
-            "page_size": page_size, "num_pages": pages,
+            "max_requests": max_requests, "max_seq_len": self.max_seq_len + margin, "margin": margin,
+            "page_size": page_size, "num_pages": 1 + max_requests * each if num_pages is None else num_pages,
         }  # fmt: skip
         self._workshop = Workshop.make(
             model,
@@ -115,7 +112,11 @@ class Speculator:
 
         Args:
             rules: "greedy", "sampled" (a temperature above 0), "filtered" (top_k or top_p, too).
+
+        Raises:
+            SpeculatorError: there is no such rule.
         """
+        check_rules(rules)
         self._prepare_prefill()
         with self._running():
             for size in reversed(self.batch_sizes):
