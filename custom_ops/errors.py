@@ -92,6 +92,13 @@ class CacheError(PiecewiseError):
         )
 
     @classmethod
+    def never_fits(cls, tokens: int, pages: int, total: int, page_size: int) -> CacheError:
+        return cls(
+            f"a request of {tokens} tokens needs {pages} pages of {page_size} tokens; the cache has {total}.",
+            "make the cache larger (num_pages), or ask for fewer tokens.",
+        )
+
+    @classmethod
     def no_slots(cls, total: int) -> CacheError:
         return cls(
             f"all {total} request slots are taken.",

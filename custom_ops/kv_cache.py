@@ -168,7 +168,7 @@ class RequestTable:
             raise CacheError.too_long("a request", tokens, self.max_pages * self.page_size)
         pages = -(-tokens // self.page_size)
         if pages > self.total_pages:
-            raise CacheError.no_pages(pages, self.total_pages, self.total_pages, self.page_size)
+            raise CacheError.never_fits(tokens, pages, self.total_pages, self.page_size)
 
     def close(self, slot: int) -> None:
         """Give back the pages and the slot of a finished request."""

@@ -400,6 +400,7 @@ def test_plain_decoding_needs_no_draft_and_prompts_can_be_text(tmp_path: Path) -
         ([*DRAFT, "--topk", "2", "--page-size", "16"], "page_size=1"),
         (["--random-draft", "eagle1", "--synthetic-accept-length", "9"], "from 1 to steps + 1"),
         (["--input-len", "2", "--trace", "trace.json"], "raise --output-len"),
+        (["--compare", ""], "--compare '' cannot be read"),
     ],
 )
 def test_options_that_cannot_be_served_say_what_to_do(

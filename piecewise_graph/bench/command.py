@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             options.json.write_text(json.dumps(content, indent=1) + "\n")
     for name in sides:
         print(side_table(name, outcome.medians(name)), end="\n\n")
-    if options.compare:
+    if options.compare is not None:
         print(ratio_table(*outcome.ratios(), outcome.decreed), end="\n\n")
     if options.plot:
         print(plot({name: outcome.medians(name) for name in sides}, options.plot))
@@ -106,7 +106,7 @@ def _check(options: argparse.Namespace) -> None:
 def _sides(options: argparse.Namespace) -> dict[str, Setting]:
     has_draft = bool(options.draft or options.random_draft)
     given = Setting.from_options(options, has_draft=has_draft)
-    if not options.compare:
+    if options.compare is None:
         return {GIVEN: given}
     return {GIVEN: given, options.compare: given.but(options.compare, has_draft=has_draft)}
 
@@ -133,7 +133,7 @@ def _measure(
     count = options.num_prompts or _PROMPTS_PER_CONCURRENCY * concurrency
     return take_turns(
         served.speculator, sides, arrivals(load, count), concurrency,
-        seed=options.seed, turns=options.turns if options.compare else 1, warm_up=options.warm_up,
+        seed=options.seed, turns=options.turns or (5 if len(sides) > 1 else 1), warm_up=options.warm_up,
     )  # fmt: skip
 
 

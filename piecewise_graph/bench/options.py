@@ -80,7 +80,7 @@ def _load_options(group: argparse._ArgumentGroup) -> None:
 
 def _output_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--compare", help='what a second side changes, such as "overlap=off"')
-    group.add_argument("--turns", type=whole(1), default=5, help="of each side of --compare")
+    group.add_argument("--turns", type=whole(1), help="of each side (default: 5 with --compare, else 1)")
     group.add_argument("--json", type=Path, help="file for all numbers")
     group.add_argument("--plot", type=Path, help="picture: throughput over throughput per user")
     group.add_argument("--trace", type=Path, help="Chrome trace of some steady steps")
