@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launch import Launcher, interpreted
+from .launch import Launcher, kernels_serve
 
 # The constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators), as int64.
 _GOLDEN, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
@@ -30,8 +30,10 @@ def largest(logits: Tensor) -> Tensor:
 
     As `argmax(-1)`; on a GPU infinity counts as much as NaN there.
     """
-    if not (_on_device(logits) and logits.dtype in _FLOATS and logits.stride(1) == 1 and logits.shape[1]):
+    if not (kernels_serve(logits) and logits.dtype in _FLOATS and logits.stride(1) == 1 and logits.shape[1]):
         return logits.argmax(-1).int()
+    from triton import next_power_of_2
+
     rows, columns = logits.shape
     parts = -(-columns // _BLOCK)
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
@@ -39,7 +41,7 @@ def largest(logits: Tensor) -> Tensor:
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     of_parts, of_row, _ = _launchers()
     of_parts((rows, parts, 1), (logits, values, places), columns, logits.stride(0), _BLOCK)
-    of_row((rows, 1, 1), (values, places, out), parts, _power_of_two(parts))
+    of_row((rows, 1, 1), (values, places, out), parts, next_power_of_2(parts))
     return out
 
 
@@ -50,7 +52,7 @@ def uniforms(seed: Tensor, length: Tensor, use: Tensor) -> Tensor:
         seed: int64; length, use: integers; shapes that broadcast.
     """
     numbers = torch.broadcast_tensors(seed, length, use)
-    if not (_on_device(seed) and numbers[0].dim() in (1, 2)):
+    if not (kernels_serve(seed) and numbers[0].dim() in (1, 2)):
         return _uniforms(*numbers)
     out = torch.empty(numbers[0].shape, dtype=torch.float32, device=seed.device)
     columns = out.shape[1] if out.dim() == 2 else 1
@@ -75,14 +77,6 @@ def _mix(value: Tensor) -> Tensor:
 def _shift(value: Tensor, bits: int) -> Tensor:
     """A logical shift to the right; torch's keeps the sign."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _on_device(tensor: Tensor) -> bool:
-    return tensor.is_cuda or interpreted()
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 @cache

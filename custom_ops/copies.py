@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launch import Launcher, address, interpreted
+from .launch import Launcher, address, kernels_serve
 
 SLOTS = 4
 _BLOCK = 512
@@ -62,8 +62,12 @@ def bind_copy(destinations: Sequence[Tensor]) -> Copy | None:
 
 
 def _serves(tensor: Tensor) -> bool:
-    on_device = tensor.is_cuda or interpreted()
-    return on_device and tensor.dtype in _DTYPES and tensor.is_contiguous() and 0 < tensor.numel() < 2**31
+    return (
+        kernels_serve(tensor)
+        and tensor.dtype in _DTYPES
+        and tensor.is_contiguous()
+        and 0 < tensor.numel() < 2**31
+    )
 
 
 @cache

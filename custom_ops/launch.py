@@ -104,9 +104,16 @@ def dependent_launches(device: torch.device) -> bool:
 @cache
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
-    from triton import knobs
-
+    try:
+        from triton import knobs
+    except ImportError:  # torch for CPUs comes without it
+        return False
     return bool(knobs.runtime.interpret)
+
+
+def kernels_serve(tensor: Tensor) -> bool:
+    """Whether kernels can read it: they run on a GPU, and in Triton's interpreter."""
+    return tensor.is_cuda or interpreted()
 
 
 @cache

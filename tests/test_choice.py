@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -62,6 +66,23 @@ def test_nothing_to_choose_from_is_still_a_token(dtype: torch.dtype, columns: in
 def test_other_strides() -> None:
     logits = torch.randn(40, 9, device=DEVICE).t()
     assert torch.equal(largest(logits).long(), logits.argmax(-1))
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+from piecewise_graph.custom_ops.choice import largest, uniforms
+numbers = torch.arange(3)
+assert largest(torch.eye(3)).equal(numbers.int()) and uniforms(numbers, numbers, numbers).shape == (3,)
+"""
+
+
+@starts_the_interpreter
+def test_a_cpu_needs_no_triton() -> None:
+    """It comes with CUDA builds of torch, not with those for CPUs."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], env=environment, check=True)
 
 
 class TestNumbers:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..launch import kernels_serve
 from .plans import Plan
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
@@ -46,20 +47,11 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Sequence[int
 
 
 def _linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, plan: list[int]) -> Tensor:
-    if not plan or not _serves(x):
+    if not plan or not kernels_serve(x):
         return reference(x, weight, bias, plan)
     from . import triton
 
     return triton.linear_few(x, weight, bias, Plan(*plan))
-
-
-def _serves(x: Tensor) -> bool:
-    """Kernels run on a GPU, and in Triton's interpreter."""
-    if x.is_cuda:
-        return True
-    from ..launch import interpreted
-
-    return interpreted()
 
 
 _library.impl("linear_few", _linear_few, "CompositeExplicitAutograd")
