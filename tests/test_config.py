@@ -77,11 +77,11 @@ def test_cache_dir_must_be_a_path(value: object) -> None:
 
 def test_cache_dir_survives_a_change_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HOME", str(tmp_path / "somebody"))
     wanted = str(tmp_path / "segments")
     assert pg.PiecewiseConfig(cache_dir="segments").cache_dir == wanted
     assert pg.PiecewiseConfig(cache_dir=Path("segments")) == pg.PiecewiseConfig(cache_dir=wanted)
-    assert pg.PiecewiseConfig(cache_dir="~/segments").cache_dir == "/home/somebody/segments"
+    assert pg.PiecewiseConfig(cache_dir="~/segments").cache_dir == str(tmp_path / "somebody" / "segments")
 
 
 def test_sizes_are_sorted_without_repeats() -> None:

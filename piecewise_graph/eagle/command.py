@@ -52,12 +52,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.synthetic_accept_length is not None and isinstance(shape := _shape(options), DraftShape):
+    shape = _shape(options)
+    if options.synthetic_accept_length is not None and isinstance(shape, DraftShape):
         Synthetic.of(options.synthetic_accept_length, shape.steps)  # said before a model is loaded
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     tokenizer, target = load_target(options.model, options.dtype, options.device)
     prompt = tokenizer(options.prompt, add_special_tokens=False).input_ids
-    shape = _shape(options)
     speculator = _speculator(options, target, [shape] if shape != AUTO else planner_shapes(), len(prompt))
     asked: dict[str, Any] = {"plain decoding": _PLAIN, str(shape): shape}
     runs = {
