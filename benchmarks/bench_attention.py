@@ -31,8 +31,8 @@ from piecewise_graph.custom_ops.attention import AttentionBatch, attention
 from piecewise_graph.custom_ops.attention.call import AttentionCall
 from piecewise_graph.custom_ops.attention.implementations import load
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache
-from piecewise_graph.lookup import family_for
-from piecewise_graph.tape import LateCall
+from piecewise_graph.frontend.lookup import family_for
+from piecewise_graph.recorder.tape import LateCall
 
 HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, torch.bfloat16
 OURS = ("triton", "flash_attn", "flashinfer")

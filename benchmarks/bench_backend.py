@@ -30,10 +30,10 @@ import torch  # noqa: E402
 import piecewise_graph as pg  # noqa: E402
 from benchmarks.common import RESULTS, Mark, alternate, table, without_out, write  # noqa: E402
 from benchmarks.llama import SHAPES, Shape, random_model  # noqa: E402
-from piecewise_graph.lookup import family_for  # noqa: E402
-from piecewise_graph.shapes import evaluate  # noqa: E402
-from piecewise_graph.split_graph import Ref  # noqa: E402
-from piecewise_graph.tape import LateCall, ReplayTape  # noqa: E402
+from piecewise_graph.frontend.lookup import family_for  # noqa: E402
+from piecewise_graph.recorder.tape import LateCall, ReplayTape  # noqa: E402
+from piecewise_graph.sizes import evaluate  # noqa: E402
+from piecewise_graph.splitter.split_graph import Ref  # noqa: E402
 
 CUT_LIMITS = {"Llama-3-8B": 1.03}  # segments replayed one by one, times one graph of them
 _CUT_LIMIT = 1.08  # of other shapes

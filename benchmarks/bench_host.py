@@ -30,8 +30,8 @@ import piecewise_graph as pg
 from benchmarks.common import RESULTS, Mark, Timing, alternate_host, table, without_out, write
 from benchmarks.llama import SHAPES
 from benchmarks.paged import PagedModel
-from piecewise_graph.lookup import family_for
-from piecewise_graph.tape import LateCall
+from piecewise_graph.frontend.lookup import family_for
+from piecewise_graph.recorder.tape import LateCall
 
 LAUNCH_US = 3.0  # what one graph launch may cost
 COPIED_US, IN_PLACE_US, OWNED_US = 15.0, 5.0, 12.0

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.common import RESULTS, Mark, table, write
 from piecewise_graph.custom_ops import metadata as md
-from piecewise_graph.custom_ops.metadata import reference, reference_accept
+from piecewise_graph.custom_ops.metadata import accept_reference, reference
 
 REQUESTS = 32
 MAX_CONTEXT = 8192
@@ -46,12 +46,12 @@ class Call:
         return cls(op, op.flatten(*args, **kwargs))
 
     def bound(self) -> Callable[[], None]:
-        from piecewise_graph.custom_ops.metadata import launches
+        from piecewise_graph.custom_ops.metadata import metadata_launches
 
-        return launches.bind(self.op.name, self.flat)
+        return metadata_launches.bind(self.op.name, self.flat)
 
     def reference(self) -> None:
-        source = reference if hasattr(reference, self.op.name) else reference_accept
+        source = reference if hasattr(reference, self.op.name) else accept_reference
         getattr(source, self.op.name)(*self.flat)
 
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-Draft = Any  # a piecewise_graph.eagle.draft.DraftModel, or what a test puts in its place
+Draft = Any  # a piecewise_graph.eagle.head.draft.DraftModel, or what a test puts in its place
 Target = Any  # a transformers.LlamaForCausalLM
 
 

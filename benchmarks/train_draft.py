@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from benchmarks import train_model
 from benchmarks.draft_windows import Draft, Target, accept_lengths, draft_loss, heldout_survival
-from piecewise_graph.eagle.checkpoints import load_draft, save_draft
-from piecewise_graph.eagle.draft import DraftModel
-from piecewise_graph.eagle.draft_config import DraftConfig
+from piecewise_graph.eagle.head.checkpoints import load_draft, save_draft
+from piecewise_graph.eagle.head.draft import DraftModel
+from piecewise_graph.eagle.head.draft_config import DraftConfig
 
 BENCHMARKS = Path(__file__).resolve().parent
 TARGET = BENCHMARKS / "models" / "byte-llama"
@@ -54,7 +54,7 @@ license_name: psf-2.0
 
 An {title} head ({parameters:,} parameters, bf16) for `byte-llama`, next to this folder: a draft
 for tests and benchmarks of speculative decoding, in EAGLE's own layout.  To load it:
-`piecewise_graph.eagle.checkpoints.load_draft`.
+`piecewise_graph.eagle.head.checkpoints.load_draft`.
 
 Greedy chains on held-out text, target and head in fp32, {chains:,} chains:
 

@@ -16,17 +16,19 @@ A trace goes one way through the package, a file per stage:
 `frontend` is pg.compile, `report` is pg.explain, `precapture` is pg.capture and pg.plan (planner).
 """
 
+from importlib import import_module
+from typing import Any
+
 from piecewise_graph import errors
 from piecewise_graph.backend import reset
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.context import forward_context, get_forward_context
-from piecewise_graph.facades import register_attention
-from piecewise_graph.frontend import compile
-from piecewise_graph.frozen import freeze
+from piecewise_graph.frontend.capture import capture, plan
+from piecewise_graph.frontend.compile import compile
+from piecewise_graph.frontend.freeze import freeze
 from piecewise_graph.graph_pool import GraphPool
-from piecewise_graph.precapture import capture, plan
 from piecewise_graph.report import explain
-from piecewise_graph.splitting_ops import register_splitting_op
+from piecewise_graph.splitter.splitting_ops import register_splitting_op
 from piecewise_graph.telemetry import counters
 
 __all__ = [
@@ -45,3 +47,13 @@ __all__ = [
     "register_splitting_op",
     "reset",
 ]
+
+# Names whose work is done above the core, by its consumers: the only imports that point upwards.
+_LAZY = {"register_attention": "piecewise_graph.custom_ops.attention.transformers_registry"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what stands in `_LAZY` when it is first asked for; it needs transformers."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,5 +1,5 @@
-"""`python -m piecewise_graph`: see cli.py."""
+"""`python -m piecewise_graph`: see cli/commands.py."""
 
-from piecewise_graph.cli import main
+from piecewise_graph.cli.commands import main
 
 raise SystemExit(main())

@@ -135,7 +135,7 @@ def maybe_mark_dynamic(tensor: Tensor, dim: int) -> None:
 
 
 def drop_shape_guards(guards: Sequence[Any]) -> list[bool]:
-    """A `guard_filter_fn` that keeps everything but SHAPE_ENV (the Notes in frontend.py say why)."""
+    """A `guard_filter_fn` that keeps everything but SHAPE_ENV (the Notes in frontend/compile.py say why)."""
     return [guard.guard_type != "SHAPE_ENV" for guard in guards]
 
 

@@ -12,22 +12,22 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from piecewise_graph import _torch
-from piecewise_graph.compiler import CompiledGraph, compile_split
+from piecewise_graph.compiler.program import Program, liveness
+from piecewise_graph.compiler.segments import CompiledGraph, compile_split
+from piecewise_graph.compiler.specialize import specialized
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import ConfigError, LeakWarning
-from piecewise_graph.family import FindFamily, all_families, family_of
-from piecewise_graph.merge_linears import merge_linears
-from piecewise_graph.merged_weights import Merge, with_merged
-from piecewise_graph.per_model import per_model
-from piecewise_graph.program import Program, liveness
-from piecewise_graph.runtime import Runtime
-from piecewise_graph.shapes import ShapeContract, relaxed_range
-from piecewise_graph.specialize import specialized
-from piecewise_graph.split_graph import Ref, SplitGraph, references
-from piecewise_graph.splitter import Unsplittable, split
-from piecewise_graph.splitting_ops import bind_arguments, written_arguments
+from piecewise_graph.runtime.model_state import FindFamily, all_families, family_of
+from piecewise_graph.runtime.per_model import per_model
+from piecewise_graph.runtime.runtime import Runtime
+from piecewise_graph.runtime.unsplit import WholeRuntime
+from piecewise_graph.sizes import ShapeContract, relaxed_range
+from piecewise_graph.splitter.merge_linears import merge_linears
+from piecewise_graph.splitter.merged_weights import Merge, with_merged
+from piecewise_graph.splitter.split import Unsplittable, split
+from piecewise_graph.splitter.split_graph import Ref, SplitGraph, references
+from piecewise_graph.splitter.splitting_ops import bind_arguments, written_arguments
 from piecewise_graph.telemetry import counters
-from piecewise_graph.whole import WholeRuntime
 
 
 def piecewise(

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from piecewise_graph import _torch
 from piecewise_graph.errors import GraphPoolError
-from piecewise_graph.shapes import overwrite
+from piecewise_graph.sizes import overwrite
 
 Run = Callable[..., Sequence[Tensor]]
 
@@ -50,7 +50,7 @@ class GraphPool:
     memory back; the pool may be used again afterwards.
     """
 
-    trial = False  # True: segments run once, and no splitting op between them (planner.py)
+    trial = False  # True: segments run once, and no splitting op between them (recorder/memory_plan.py)
 
     def __init__(self, *, poison: bool = False) -> None:
         self.poison = poison

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from piecewise_graph.compiler import CompiledSegment
+from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import NotCompiledError
-from piecewise_graph.lookup import family_for
-from piecewise_graph.runtime import Runtime
-from piecewise_graph.shapes import range_text
-from piecewise_graph.tape_set import TapeSet
-from piecewise_graph.whole import WholeRuntime
+from piecewise_graph.frontend.lookup import family_for
+from piecewise_graph.runtime.runtime import Runtime
+from piecewise_graph.runtime.tape_set import TapeSet
+from piecewise_graph.runtime.unsplit import WholeRuntime
+from piecewise_graph.sizes import range_text
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def case_of(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
 
 def state_of(case: Case):
-    from piecewise_graph.custom_ops.attention.triton import State
+    from piecewise_graph.custom_ops.attention.triton_attention import State
 
     (attend,) = case.batch._runs.values()
     (state,) = (value for value in attend.args if isinstance(value, State))

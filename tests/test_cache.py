@@ -18,8 +18,9 @@ import torch
 from toys import WIDTH, Blocks, assert_same, compiled, ops, rows
 
 import piecewise_graph as pg
-from piecewise_graph import _torch, cache, structure
-from piecewise_graph.splitter import split
+from piecewise_graph import _torch
+from piecewise_graph.compiler import disk_cache, segment_key
+from piecewise_graph.splitter.split import split
 
 LAYERS = 3
 DISTINCT = 3  # first, middle, last
@@ -93,7 +94,7 @@ def test_processes_fill_one_folder_at_once_and_the_next_one_compiles_nothing(tmp
     files = sorted(folder.iterdir())
     assert len(files) == DISTINCT
     for file in files:
-        assert cache.file_name(cache.unpack(file.read_bytes()).key) == file.name
+        assert disk_cache.file_name(disk_cache.unpack(file.read_bytes()).key) == file.name
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     before = [file.read_bytes() for file in files]
 
@@ -144,7 +145,7 @@ def folder(tmp_path: Path, original: bytes) -> Path:
 
 def only_file(folder: Path, content: bytes | None = None) -> Path:
     if content is not None:
-        file = folder / cache.file_name(cache.unpack(content).key)
+        file = folder / disk_cache.file_name(disk_cache.unpack(content).key)
         file.write_bytes(content)
         file.chmod(0o600)
     (file,) = folder.glob("*.segment")
@@ -207,7 +208,7 @@ def test_weights_are_not_in_the_file(tmp_path: Path) -> None:
 
 
 def repacked(**changes: Any) -> Callable[[bytes], bytes]:
-    return lambda content: cache.pack(cache.Entry(**(vars(cache.unpack(content)) | changes)))
+    return lambda content: disk_cache.pack(disk_cache.Entry(**(vars(disk_cache.unpack(content)) | changes)))
 
 
 def flipped(position: float) -> Callable[[bytes], bytes]:
@@ -252,7 +253,7 @@ def test_damaged_file_is_not_used_and_is_replaced(
 def test_artifact_of_another_torch_under_our_key_is_not_used(folder: Path) -> None:
     """The key makes it a miss already; if all versions lied, Inductor's own check would still hold."""
     file = only_file(folder)
-    entry = cache.unpack(file.read_bytes())
+    entry = disk_cache.unpack(file.read_bytes())
     from torch._inductor.codecache import torch_key
 
     assert torch_key() in entry.artifact
@@ -327,23 +328,23 @@ def test_full_disk_is_harmless_and_leaves_no_rubbish(tmp_path: Path, monkeypatch
 
 
 def test_readers_never_see_part_of_a_file(tmp_path: Path) -> None:
-    name = cache.file_name("k")
-    entries = [cache.Entry("k", bytes([n]) * 300_000, b"", {}) for n in range(4)]
+    name = disk_cache.file_name("k")
+    entries = [disk_cache.Entry("k", bytes([n]) * 300_000, b"", {}) for n in range(4)]
     done = threading.Event()
 
-    def write(entry: cache.Entry) -> None:
+    def write(entry: disk_cache.Entry) -> None:
         while not done.is_set():
-            assert cache.write_private(str(tmp_path), name, cache.pack(entry)) is None
+            assert disk_cache.write_private(str(tmp_path), name, disk_cache.pack(entry)) is None
 
     writers = [threading.Thread(target=write, args=(entry,)) for entry in entries]
     for writer in writers:
         writer.start()
     tmp_path.chmod(0o700)
-    seen = [cache.read_private(str(tmp_path), name) for _ in range(300)]
+    seen = [disk_cache.read_private(str(tmp_path), name) for _ in range(300)]
     done.set()
     for writer in writers:
         writer.join()
-    assert all(cache.unpack(content) in entries for content in seen if content is not None)
+    assert all(disk_cache.unpack(content) in entries for content in seen if content is not None)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
@@ -387,14 +388,14 @@ def test_loaded_code_brings_its_conditions(tmp_path: Path) -> None:
 
 def test_code_is_not_used_where_its_conditions_do_not_hold(tmp_path: Path, not_seven: None) -> None:
     run(tmp_path, count=6)
-    entry = cache.unpack(only_file(tmp_path).read_bytes())
+    entry = disk_cache.unpack(only_file(tmp_path).read_bytes())
     ((condition, names),) = pickle.loads(entry.conditions)
     assert list(names.values()) == ["c0"]
     assert condition.func.__name__ == "Unequality"
     with pytest.MonkeyPatch.context() as patch, missed(rejected="sizes"):
         patch.setattr(_torch, "compile_segment", lambda gm, inputs, compiler: gm.forward)
-        patch.setattr(cache, "write_private", lambda *args: None)
-        patch.setattr(cache, "_artifact", lambda run: b"")
+        patch.setattr(disk_cache, "write_private", lambda *args: None)
+        patch.setattr(disk_cache, "_artifact", lambda run: b"")
         run(tmp_path, count=7)
 
 
@@ -444,14 +445,14 @@ def digest(function: Callable[..., Any] = torch.sin, x: Any = None, **mark: int)
     found: list[Any] = []
 
     def backend(gm: Any, inputs: Any) -> Any:
-        found.append(structure.portable_key(split(gm).segments[0].gm))
+        found.append(segment_key.portable_key(split(gm).segments[0].gm))
         return gm.forward
 
     torch._dynamo.reset()
     x = rows(5, torch.device("cpu")) if x is None else x
     torch._dynamo.mark_dynamic(x, 0, **mark)
     torch.compile(function, backend=backend)(x)
-    assert isinstance(found[0], structure.Key), found[0]
+    assert isinstance(found[0], segment_key.Key), found[0]
     return found[0].digest
 
 
@@ -517,10 +518,10 @@ def option(module: str, name: str, value: Any) -> Callable[[pytest.MonkeyPatch],
         patched(torch.version, "__version__", "9.9"),
         patched(torch.version, "git_version", "0" * 40),
         patched(torch.version, "cuda", "99.9"),
-        patched(structure, "_installed", lambda package: "9.9"),
-        patched(structure, "FORMAT", 10**6),
-        patched(structure, "_cpu", lambda: "another CPU"),
-        patched(structure.platform, "python_version", lambda: "9.9"),
+        patched(segment_key, "_installed", lambda package: "9.9"),
+        patched(segment_key, "FORMAT", 10**6),
+        patched(segment_key, "_cpu", lambda: "another CPU"),
+        patched(segment_key.platform, "python_version", lambda: "9.9"),
         patched(torch.backends.cpu, "get_cpu_capability", lambda: "VAX"),
         switched(torch.set_default_dtype, torch.bfloat16, torch.float32),
         switched(torch.use_deterministic_algorithms, True, False),

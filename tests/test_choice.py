@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from torch import Tensor
 
-from piecewise_graph.custom_ops import choice
-from piecewise_graph.custom_ops.choice import largest, uniforms
+from piecewise_graph.custom_ops import token_choice
+from piecewise_graph.custom_ops.token_choice import largest, uniforms
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -72,7 +72,7 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch
-from piecewise_graph.custom_ops.choice import largest, uniforms
+from piecewise_graph.custom_ops.token_choice import largest, uniforms
 numbers = torch.arange(3)
 assert largest(torch.eye(3)).equal(numbers.int()) and uniforms(numbers, numbers, numbers).shape == (3,)
 """
@@ -99,7 +99,7 @@ class TestNumbers:
         self, rows: int, columns: int, dtype: torch.dtype, seed: int
     ) -> None:
         def compare(*numbers: Tensor) -> None:
-            wanted = choice._uniforms(*torch.broadcast_tensors(*numbers))
+            wanted = token_choice._uniforms(*torch.broadcast_tensors(*numbers))
             assert torch.equal(uniforms(*numbers), wanted)
 
         seeds = torch.full((rows,), seed, device=DEVICE) ^ torch.arange(rows, device=DEVICE)

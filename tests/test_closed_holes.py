@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from toys import ops, rows
 
 import piecewise_graph as pg
-from piecewise_graph import _torch, specialize
+from piecewise_graph import _torch
+from piecewise_graph.compiler import specialize
 from piecewise_graph.errors import MergedWeightsError
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -157,7 +158,7 @@ def test_segments_that_write_what_they_are_given_are_timed_and_specialized(
         return 1.0
 
     monkeypatch.setattr(specialize, "choose", lambda *_: {"16 16 2 4 1 1": 1.0, "library": 1.0})
-    monkeypatch.setattr(specialize.facades, "graph_microseconds", microseconds)
+    monkeypatch.setattr(specialize.tuning, "graph_microseconds", microseconds)
 
     def run(self: Any, x: Tensor) -> Tensor:
         h = ops.mix_padded(self.a(x))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 
 import piecewise_graph as pg
-from piecewise_graph.custom_ops.copies import SLOTS, bind_copy
+from piecewise_graph.kernels.copies import SLOTS, bind_copy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.int64, torch.int32, torch.float32, torch.float16, torch.bfloat16]

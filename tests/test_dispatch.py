@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from piecewise_graph.dispatch import Action, Captured, Decision, Situation, decide
+from piecewise_graph.runtime.dispatch import Action, Captured, Decision, Situation, decide
 
 LAZY = Situation(sizes=(4, 8), may_capture=True)
 

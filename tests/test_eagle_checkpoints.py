@@ -35,10 +35,10 @@ from torch import Tensor
 import piecewise_graph as pg
 from piecewise_graph.custom_ops.attention import make_batch
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
-from piecewise_graph.eagle.checkpoints import load_draft, save_draft
-from piecewise_graph.eagle.draft import DraftModel
-from piecewise_graph.eagle.draft_config import DraftConfig, default_feature_layers
 from piecewise_graph.eagle.errors import EagleError
+from piecewise_graph.eagle.head.checkpoints import load_draft, save_draft
+from piecewise_graph.eagle.head.draft import DraftModel
+from piecewise_graph.eagle.head.draft_config import DraftConfig, default_feature_layers
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 ROWS = 11

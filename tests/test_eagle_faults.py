@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import piecewise_graph as pg
 from piecewise_graph.eagle import DraftConfig, DraftModel, DraftShape, Speculator, SpeculatorError
-from piecewise_graph.eagle.ready import ReadyRound
+from piecewise_graph.eagle.rounds.prepared_round import ReadyRound
 from piecewise_graph.errors import AddressMovedError
 
 VOCABULARY = 64

@@ -37,7 +37,7 @@ from paged_generation import Alone
 
 import piecewise_graph as pg
 from piecewise_graph.eagle import DraftModel, DraftShape, Sampling, Speculator
-from piecewise_graph.eagle.planner import Choice, Planner
+from piecewise_graph.eagle.serving.shape_planner import Choice, Planner
 
 Loops = Callable[[str], Speculator]
 PLAIN = DraftShape(0)

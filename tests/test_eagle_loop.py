@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import piecewise_graph as pg
-from piecewise_graph.cli import main
+from piecewise_graph.cli.commands import main
 from piecewise_graph.eagle import DraftShape, Speculator, load_draft
-from piecewise_graph.eagle.planner import PROBE_EVERY
+from piecewise_graph.eagle.serving.shape_planner import PROBE_EVERY
 
 MODELS = Path(__file__).resolve().parents[1] / "benchmarks" / "models"
 TARGET, HEAD = str(MODELS / "byte-llama"), str(MODELS / "byte-llama-eagle1")

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from piecewise_graph.eagle import DraftShape
-from piecewise_graph.eagle.planner import PROBE_AT_LEAST_EVERY, PROBE_EVERY, REPLAN_EVERY, Planner
+from piecewise_graph.eagle.serving.shape_planner import (
+    PROBE_AT_LEAST_EVERY,
+    PROBE_EVERY,
+    REPLAN_EVERY,
+    Planner,
+)
 
 PLAIN = DraftShape(0)
 CHAINS = [PLAIN, *map(DraftShape, range(1, 6))]

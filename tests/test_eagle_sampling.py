@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM
 
 import piecewise_graph as pg
-from piecewise_graph.custom_ops.choice import uniforms
+from piecewise_graph.custom_ops.token_choice import uniforms
 from piecewise_graph.eagle import (
     DraftConfig,
     DraftModel,
@@ -30,7 +30,7 @@ from piecewise_graph.eagle import (
     Speculator,
     SpeculatorError,
 )
-from piecewise_graph.eagle.sampling import (
+from piecewise_graph.eagle.rounds.sampling import (
     ACCEPT,
     DRAFT,
     FIRST,

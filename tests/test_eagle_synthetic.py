@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecewise_graph.eagle import DraftShape, Sampling, Speculator, SpeculatorError, Statistics
+from piecewise_graph.eagle.rounds.synthetic import Synthetic
 from piecewise_graph.eagle.statistics import Counts
-from piecewise_graph.eagle.synthetic import Synthetic
 
 CHAIN, TREE, WIDE, PRUNED = DraftShape(3), DraftShape(3, 2), DraftShape(3, 3), DraftShape(3, 3, 8)
 SHAPES = (CHAIN, TREE, WIDE, PRUNED, DraftShape(0))

@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 
 import piecewise_graph as pg
 from piecewise_graph.eagle import DraftShape, Engine, Request, Sampling, Speculator, SpeculatorError
-from piecewise_graph.eagle.results import Result
+from piecewise_graph.eagle.rounds.results import Result
 from piecewise_graph.errors import PiecewiseError
-from piecewise_graph.frozen_plan import FrozenPlan
+from piecewise_graph.frontend.frozen_call import FrozenPlan
 
 PLAIN, CHAIN, TREE = DraftShape(0), CHAINS[2], TREES[2]
 SHAPES = [CHAIN, TREE, PLAIN]

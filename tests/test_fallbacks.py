@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from toys import WIDTH, Blocks, assert_same, compiled, define, fallbacks, ops, rows
 
 import piecewise_graph as pg
-from piecewise_graph.splitter import Unsplittable, split
+from piecewise_graph.splitter.split import Unsplittable, split
 
 SOURCE = Path(pg.__file__).parent
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from attention_cases import WRONG, Shape, check_cache, make_case
 from piecewise_graph.custom_ops.attention import kv_write
-from piecewise_graph.custom_ops.launch import Launcher
+from piecewise_graph.kernels.launch import Launcher
 
 Launcher.bind = lambda self, grid, args, *constants: lambda: self._kernel[grid](*args, *constants)
 MIXED = ((5, 1), (0, 7), (0, 0), (33, 3), (0, 1), (16, 1))

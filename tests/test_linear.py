@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from torch import Tensor
 
-from piecewise_graph import linear_choice
-from piecewise_graph.custom_ops.linear import MAX_TOKENS, Plan, linear_few
-from piecewise_graph.custom_ops.linear.plans import candidates, is_plan
+from piecewise_graph.compiler import linear_choice
+from piecewise_graph.kernels.linear import MAX_TOKENS, Plan, linear_few
+from piecewise_graph.kernels.linear.plans import candidates, is_plan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = settings(max_examples=15 if INTERPRETED else 60)
@@ -146,9 +146,9 @@ def test_dependent_kernels_wait_before_they_touch_memory(
 ) -> None:
     """In the code for Hopper, which is made without one; dependents may start after the wait only."""
     triton = pytest.importorskip("triton")
-    from piecewise_graph.custom_ops.linear import kernels
+    from piecewise_graph.kernels.linear import linear_kernels
 
-    kernel = getattr(kernels, name)
+    kernel = getattr(linear_kernels, name)
     constants = dict(zip(kernel.arg_names[6:], (2048, *blocks, True, False, True, trigger), strict=True))
     types = ["*bf16"] * 4 + ["i32"] * 2 + ["constexpr"] * len(constants)
     source = triton.compiler.ASTSource(
@@ -177,7 +177,7 @@ class TestMeasuring:
         first = linear_choice.choose(2, weight, None, str(tmp_path))
         assert first is not None and "library" in first and min(first.values()) > 0
         monkeypatch.setattr(linear_choice, "_measured", {})
-        monkeypatch.setattr(linear_choice.facades, "fastest_linear", None)  # nothing is measured again
+        monkeypatch.setattr(linear_choice.tuning, "fastest", None)  # nothing is measured again
         assert linear_choice.choose(2, weight, None, str(tmp_path)) == first
         assert linear_choice.choose(2, weight, None, None) == first
 

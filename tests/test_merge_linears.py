@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from toys import COUNTS, SIZES, assert_same, compiled, ops, rows
 
 import piecewise_graph as pg
-from piecewise_graph import merge_linears, merged_weights
 from piecewise_graph.errors import AddressMovedError, ConfigError, MergedWeightsError
+from piecewise_graph.splitter import merge_linears, merged_weights
 
 WIDTH = 8
 

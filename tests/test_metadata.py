@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from piecewise_graph.custom_ops import metadata as md
-from piecewise_graph.custom_ops.metadata.reference_accept import draw
+from piecewise_graph.custom_ops.metadata.accept_reference import draw
 
 CPU = torch.device("cpu")
 ROUNDS = settings(max_examples=50)

@@ -33,9 +33,9 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 def kernel(name: str, flat: tuple) -> None:
-    from piecewise_graph.custom_ops.metadata import launches
+    from piecewise_graph.custom_ops.metadata import metadata_launches
 
-    launches.bind(name, flat)()
+    metadata_launches.bind(name, flat)()
 
 
 def copies(flat: tuple, device: torch.device) -> tuple:

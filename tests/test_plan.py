@@ -17,7 +17,7 @@ from toys import SIZES, WIDTH, Blocks, Chooses, assert_same, compiled, fallbacks
 import piecewise_graph as pg
 from piecewise_graph.buckets import default_capture_sizes
 from piecewise_graph.errors import CaptureError, ConfigError, NotCompiledError
-from piecewise_graph.planner import _TrialPool, largest_to_drop
+from piecewise_graph.recorder.memory_plan import _TrialPool, largest_to_drop
 
 LAYERS = 2
 ROW = WIDTH * 4  # bytes of one float32 token

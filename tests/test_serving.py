@@ -24,9 +24,9 @@ from piecewise_graph.bench.load import Arrival, Load, arrivals, read_texts
 from piecewise_graph.bench.metrics import COLUMNS, Metrics, percentile, tpot
 from piecewise_graph.bench.settings import Setting
 from piecewise_graph.bench.turns import ratios
-from piecewise_graph.cli import main
+from piecewise_graph.cli.commands import main
 from piecewise_graph.eagle import DraftShape, Sampling, Statistics
-from piecewise_graph.eagle.round_choice import RoundChoice
+from piecewise_graph.eagle.serving.round_choice import RoundChoice
 from piecewise_graph.eagle.statistics import Counts
 
 FIELD = (

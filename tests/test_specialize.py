@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import piecewise_graph as pg
-from piecewise_graph import _torch, specialize
+from piecewise_graph import _torch
+from piecewise_graph.compiler import specialize
 from piecewise_graph.errors import ConfigError
-from piecewise_graph.lookup import family_for
+from piecewise_graph.frontend.lookup import family_for
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -87,7 +88,7 @@ def test_close_calls_are_decided_by_timing_the_whole_segment(monkeypatch: pytest
         return 5.0 if len(timed) % 2 else 4.0
 
     monkeypatch.setattr(specialize, "choose", choose)
-    monkeypatch.setattr(specialize.facades, "graph_microseconds", microseconds)
+    monkeypatch.setattr(specialize.tuning, "graph_microseconds", microseconds)
     module = model()
     compiled = pg.compile(module, capture_sizes=SIZES, max_tokens=8, token_dim={"input": 0}, specialize=[4])
     x = torch.randn(4, 32)

@@ -18,7 +18,7 @@ from piecewise_graph import _torch
 from piecewise_graph.custom_ops.attention import attention
 from piecewise_graph.custom_ops.errors import AttentionError
 from piecewise_graph.errors import LeakWarning, SplittingOpError
-from piecewise_graph.splitting_ops import registered_names
+from piecewise_graph.splitter.splitting_ops import registered_names
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_op_of_another_domain_with_an_out_overload_is_accepted() -> None:
     try:
         assert pg.register_splitting_op(name).name == name
     finally:
-        from piecewise_graph import splitting_ops
+        from piecewise_graph.splitter import splitting_ops
 
         splitting_ops._registry.pop(name)
         for function in [f for f, n in splitting_ops._builtins.items() if n == name]:

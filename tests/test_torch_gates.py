@@ -272,7 +272,7 @@ def test_compiled_segment_serves_all_sizes_and_returns_a_sequence(
     made: list[Any] = []
 
     def look(gm: GraphModule) -> None:
-        from piecewise_graph.splitter import split
+        from piecewise_graph.splitter.split import split
 
         (step,) = split(gm).segments
         inputs = [_torch.example_value(n) for n in placeholders(step.gm)]
@@ -309,7 +309,7 @@ def compiled_in_backend(device: torch.device) -> Any:
     made: list[Any] = []
 
     def look(gm: GraphModule) -> None:
-        from piecewise_graph.splitter import split
+        from piecewise_graph.splitter.split import split
 
         (step,) = split(gm).segments
         inputs = [_torch.example_value(n) for n in placeholders(step.gm)]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from piecewise_graph.eagle.checkpoints import load_draft, save_draft
-from piecewise_graph.eagle.draft import DraftModel
-from piecewise_graph.eagle.draft_config import DraftConfig
+from piecewise_graph.eagle.head.checkpoints import load_draft, save_draft
+from piecewise_graph.eagle.head.draft import DraftModel
+from piecewise_graph.eagle.head.draft_config import DraftConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `benchmarks` is not installed
 train_draft = importlib.import_module("benchmarks.train_draft")

@@ -2,11 +2,11 @@
 
 from piecewise_graph import register_splitting_op
 
+from .attention_op import attention as attention
+from .attention_op import bind
 from .batch import AttentionBatch as AttentionBatch
-from .buffers import BatchBuffers as BatchBuffers
-from .buffers import make_batch as make_batch
-from .ops import attention as attention
-from .ops import bind
+from .batch_buffers import BatchBuffers as BatchBuffers
+from .batch_buffers import make_batch as make_batch
 
 register_splitting_op("piecewise::attention", capturable=True, bind=bind)
 

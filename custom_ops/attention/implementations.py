@@ -15,6 +15,12 @@ from .batch import AttentionBatch
 from .call import AttentionCall
 
 NAMES = ("triton", "flash_attn", "flashinfer", "torch")
+_MODULES = {
+    "triton": ".triton_attention",
+    "flash_attn": ".flash_attention",
+    "flashinfer": ".flashinfer_attention",
+    "torch": ".torch_attention",
+}
 # Rows of one request from which on flash-attn's tiles pay (benchmarks/results/bench_attention.json: prefill
 # of 512 rows 16 us against 18 of ours, of 4096 rows 258 against 413; decode and verify are ours).
 _MANY_ROWS = 256
@@ -143,7 +149,7 @@ def able_implementations(call: AttentionCall, batch: AttentionBatch, captured: b
 def load(name: str) -> Implementation:
     """Import an implementation; a package that is not installed is a reason, not an error."""
     try:
-        module = importlib.import_module(f".{name}", __package__)
+        module = importlib.import_module(_MODULES[name], __package__)
     except ImportError as error:
         return Implementation(name, (), f"{error}")
     return module.IMPLEMENTATION

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, Launcher
+from piecewise_graph.kernels.launch import Launch, Launcher
+
 from .batch import AttentionBatch
 from .call import AttentionCall
 

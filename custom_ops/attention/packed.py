@@ -21,7 +21,7 @@ def attend_packed(call: AttentionCall, cu_seqlens: Tensor, *, captured: bool = F
     Raises:
         AttentionError: another implementation than the reference is asked for, or other rows are covered.
     """
-    from .torch import masked_attention
+    from .torch_attention import masked_attention
 
     _check_name(call.implementation)
     expected = 0 if captured and call.live is None else call.rows[1]

@@ -4,9 +4,9 @@ Batches: `extend_batch`, `kv_indices`, `advance`. A round: `draft_steps`, `selec
 tree, `build_tree`, then one of `accept_greedy`, `accept_chain`, `accept_tree`. Each is one launch.
 """
 
-from .buffers import Accepted, Batch, Branches, DraftSteps, ExtendRows, PagedKV, Tree
 from .errors import MetadataError
-from .ops import (
+from .metadata_buffers import Accepted, Batch, Branches, DraftSteps, ExtendRows, PagedKV, Tree
+from .metadata_ops import (
     MetadataOp,
     accept_chain,
     accept_greedy,

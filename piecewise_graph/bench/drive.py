@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from piecewise_graph.eagle.shapes import Sampling
+from piecewise_graph.eagle.options import Sampling
 from piecewise_graph.eagle.statistics import Statistics
 
 from .load import Arrival

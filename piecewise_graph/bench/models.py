@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import piecewise_graph as pg
-from piecewise_graph.eagle.command import load_target
-from piecewise_graph.eagle.random_models import MODEL_SHAPES, random_draft, random_model
+from piecewise_graph.eagle.generate_command import load_target
+from piecewise_graph.eagle.head.random_models import MODEL_SHAPES, random_draft, random_model
 from piecewise_graph.eagle.speculator import Speculator
 
 from .settings import Setting
@@ -60,7 +60,7 @@ def _target(options: argparse.Namespace) -> tuple[Any, Callable[[str], Sequence[
 
 def _draft(options: argparse.Namespace, target: Any) -> Any:
     if options.draft:
-        from piecewise_graph.eagle.checkpoints import load_draft
+        from piecewise_graph.eagle.head.checkpoints import load_draft
 
         return load_draft(options.draft, target)
     return random_draft(target, options.random_draft) if options.random_draft else None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from piecewise_graph.eagle.random_models import MODEL_SHAPES
+from piecewise_graph.eagle.head.random_models import MODEL_SHAPES
 
 from .settings import add_setting_options
 from .values import number, whole, wholes

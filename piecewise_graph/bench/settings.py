@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from piecewise_graph.eagle.shapes import AUTO, WAYS, DraftShape, Sampling, planner_shapes
+from piecewise_graph.eagle.options import AUTO, WAYS, DraftShape, Sampling, planner_shapes
 
 from .errors import BenchError
 from .values import number, on_or_off, one_of, whole

@@ -21,19 +21,19 @@ A file per stage, read in this order:
 from typing import Any
 
 _HOME = {
-    "DraftConfig": "draft_config",
-    "DraftModel": "draft",
-    "DraftShape": "shapes",
+    "DraftConfig": "head.draft_config",
+    "DraftModel": "head.draft",
+    "DraftShape": "options",
     "EagleError": "errors",
-    "Engine": "engine",
+    "Engine": "serving.engine",
     "Request": "request",
-    "Sampling": "shapes",
+    "Sampling": "options",
     "Speculator": "speculator",
     "SpeculatorError": "errors",
     "Statistics": "statistics",
-    "TargetModel": "target",
-    "load_draft": "checkpoints",
-    "save_draft": "checkpoints",
+    "TargetModel": "rounds.target",
+    "load_draft": "head.checkpoints",
+    "save_draft": "head.checkpoints",
 }
 
 __all__ = list(_HOME)

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from .errors import SpeculatorError
-from .shapes import Sampling
+from .options import Sampling
 from .statistics import Counts
 
 

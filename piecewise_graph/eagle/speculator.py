@@ -8,18 +8,26 @@ from typing import Any
 
 import torch
 
-from .checks import PHASES, check_models, check_options, check_rules, longest, padded_sizes, ways
-from .engine import Engine
 from .errors import SpeculatorError
-from .phases import GREEDY
-from .planner import Planner
-from .prefill import Prefill
+from .options import AUTO, COMPILED, FULL, PIECEWISE, DraftShape, Sampling, as_shape, as_shapes
 from .request import Request, per_request
-from .round_choice import RoundChoice
-from .shapes import AUTO, COMPILED, FULL, PIECEWISE, DraftShape, Sampling, as_shape, as_shapes
+from .rounds.phases import GREEDY
+from .rounds.prefill import Prefill
+from .rounds.synthetic import Synthetic
+from .serving.engine import Engine
+from .serving.model_checks import (
+    PHASES,
+    check_models,
+    check_options,
+    check_rules,
+    longest,
+    padded_sizes,
+    ways,
+)
+from .serving.round_choice import RoundChoice
+from .serving.shape_planner import Planner
+from .serving.workshop import RoundKey, Workshop
 from .statistics import Statistics
-from .synthetic import Synthetic
-from .workshop import RoundKey, Workshop
 
 
 class Speculator:

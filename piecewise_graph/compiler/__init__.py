@@ -1,0 +1,1 @@
+"""The second stage: steps become a program, one compiled function per distinct segment structure."""

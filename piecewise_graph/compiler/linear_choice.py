@@ -1,0 +1,108 @@
+"""Which kernel computes a linear layer of a few rows: measured once per shape, kept in cache_dir.
+
+Note [Neighbours]
+What a linear costs among its neighbours differs from what it costs alone. Inductor fuses what stands before
+and after it into the kernel that it generates, which saves a kernel, and computes it again in every program:
+on an H200 the norm before a Llama's gate and up projection became free that way, and the gated activation
+before the down projection made 28 us 32. Our kernels start while their neighbours end, those of cuBLAS do
+not. So there are two sets of handicaps; where they choose differently, both are compiled and the segments
+timed whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from piecewise_graph import _torch
+from piecewise_graph.compiler.disk_cache import Rejected, read_private, write_private
+from piecewise_graph.compiler.segment_key import surroundings
+from piecewise_graph.kernels.linear import tuning
+from piecewise_graph.kernels.linear.plans import is_plan
+
+LIBRARY, GENERATED = "library", "generated"
+_FORMAT = 1
+_measured: dict[str, Times] = {}
+
+Times = Mapping[str, float]
+
+
+# Handicaps (Note [Neighbours]): for our kernels, for what the compiler generates.
+PREFERENCES: tuple[Times, ...] = ({LIBRARY: 1.05, GENERATED: 1.1}, {LIBRARY: 0.97, GENERATED: 0.95})
+
+
+def preferred(times: Times, handicaps: Times) -> str:
+    """The way to take: the fastest after each time is multiplied by its handicap."""
+    return min(times, key=lambda way: times[way] * handicaps.get(way, 1.0))
+
+
+def plan_of(way: str) -> list[int] | None:
+    """What the op `piecewise::linear_few` takes; None where the linear is left to the compiler."""
+    return None if way == GENERATED else [] if way == LIBRARY else list(map(int, way.split()))
+
+
+def choose(tokens: int, weight: Tensor, bias: Tensor | None, cache_dir: str | None) -> Times | None:
+    """Microseconds of each way to compute `linear(x, weight, bias)` for `tokens` rows; None on a CPU.
+
+    Args:
+        weight: `[rows, columns]`, contiguous; bias: `[rows]` or None. Nothing is being captured.
+        cache_dir: where earlier processes left what they measured, and this one will.
+
+    Returns:
+        way -> microseconds: "library" (cuBLAS), "generated" (by Inductor), or numbers that name one of our
+        kernels.
+    """
+    if not weight.is_cuda:
+        return None  # there is nothing to choose from
+    x = torch.randn(tokens, weight.shape[1], device=weight.device).to(weight.dtype)
+    key = _key(x, weight, bias)
+    times = _measured.get(key) or _stored(cache_dir, key)
+    if times is None:
+        generates = tokens == 1  # Inductor has a kernel of its own for one row only
+        times = tuning.fastest(x, weight, bias, (lambda: _generated(x, weight, bias)) if generates else None)
+        if cache_dir is not None:
+            write_private(cache_dir, _file(key), json.dumps({"key": key, "times": times}).encode())
+    _measured[key] = times
+    return times
+
+
+def _key(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    """Everything that the measured times depend on."""
+    shape = f"{x.shape[0]}x{weight.shape[1]} -> {weight.shape[0]} {x.dtype} bias {bias is not None}"
+    return "\n".join([f"linear {_FORMAT}", *surroundings([x.device]), shape])
+
+
+def _file(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest() + ".linear"
+
+
+def _stored(folder: str | None, key: str) -> Times | None:
+    """What another process measured; whatever is wrong with its file, nothing is lost but a measurement."""
+    if folder is None:
+        return None
+    try:
+        content = json.loads(read_private(folder, _file(key)) or b"{}")
+        times = {str(way): float(time) for way, time in content.get("times", {}).items()}
+        known = all(way in (LIBRARY, GENERATED) or is_plan(way) for way in times)
+    except (Rejected, ValueError, TypeError, AttributeError):
+        return None
+    return times if content.get("key") == key and LIBRARY in times and known else None
+
+
+def _generated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
+    """The linear as Inductor compiles it for exactly these sizes."""
+    graph, inputs = Graph(), [x, weight, *([] if bias is None else [bias])]
+    nodes = [graph.placeholder(f"a{index}") for index in range(len(inputs))]
+    graph.output((graph.call_function(torch.nn.functional.linear, tuple(nodes)),))
+    run = _torch.compile_exact(GraphModule({}, graph), inputs)
+
+    def linear(x: Tensor, weight: Tensor, bias: Any) -> Tensor:
+        return run(*([x, weight] if bias is None else [x, weight, bias]))[0]
+
+    return linear

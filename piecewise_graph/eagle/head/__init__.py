@@ -1,0 +1,1 @@
+"""The draft head: its model, its configuration, and the checkpoint formats that it is read from."""

@@ -1,0 +1,1 @@
+"""One speculative round: draft, verify and draft-extend on static buffers."""

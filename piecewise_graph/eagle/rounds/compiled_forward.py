@@ -1,0 +1,122 @@
+"""One model of the loop, in the ways in which a phase can run it.
+
+Note [A phase is a graph]
+A phase is more than a model's forward: the draft phase holds S - 1 of them, with the choice of tokens and the
+metadata in between. So `full` captures the whole phase around the compiled model, whose code then runs as it
+is, exact sizes included; `piecewise` runs the phase's own lines on the host, and every forward in it as a
+tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+import piecewise_graph as pg
+from piecewise_graph.custom_ops.attention import AttentionBatch
+
+from ..options import EAGER, FULL, PIECEWISE
+
+
+class Forward:
+    """A module that is compiled once and called in one of `WAYS`.
+
+    Args:
+        module: reads its batch from the forward context, where it attends to anything.
+        token_dim: argument -> dimension that counts rows.
+        sizes: row counts that may be captured.
+        options: of pg.compile, `pool` among them; of `specialize` the sizes that are among these.
+        outputs: of piecewise calls: "static" ones are memory of the pool, which the next tape of any model
+            overwrites; "copy" for those that are read after it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        token_dim: Mapping[str, int],
+        sizes: list[int],
+        options: Mapping[str, Any],
+        outputs: str = "static",
+    ) -> None:
+        self.module, self.sizes = module, sizes
+        self._token_dim = dict(token_dim)
+        chosen = {
+            "capture_sizes": sizes,
+            "max_tokens": max(sizes),
+            "outputs": outputs,
+            "capture": "explicit",
+        }
+        exact = [size for size in options.get("specialize", ()) if size in sizes]
+        self._compiled = pg.compile(
+            module, token_dim=self._token_dim, **{**options, **chosen, "specialize": exact}
+        )
+        self._pool: pg.GraphPool = options["pool"]
+        self._frozen: Any = None
+        self._captured: set[int] = set()
+        self._was_called = False
+
+    def __call__(self, way: str, batch: AttentionBatch | None, /, **inputs: Tensor) -> Any:
+        """Run one forward.
+
+        The first piecewise call with a row count that may be captured captures it: the forward runs several
+        times then, with the same result.
+        """
+        self._was_called = True
+        if way == PIECEWISE:
+            rows = self._rows(inputs)
+            if rows in self.sizes and rows not in self._captured:
+                self.capture(batch, **inputs)
+        with pg.forward_context(attention=_InGraph(batch) if way == FULL and batch else batch):
+            if way == EAGER:
+                return self.module(**inputs)
+            if way == PIECEWISE and self._frozen is not None:
+                return self._frozen(**inputs)
+            return self._compiled(**inputs)
+
+    def is_prepared(self, way: str, rows: int) -> bool:
+        """Whether such a call finds what it needs."""
+        return rows in self._captured if way == PIECEWISE else self._was_called
+
+    def capture(self, batch: AttentionBatch | None, **inputs: Tensor) -> None:
+        """Capture the piecewise tape of these inputs' row count. The forward runs, on whatever they hold."""
+        rows = self._rows(inputs)
+        pg.capture(
+            self._compiled,
+            lambda _: inputs,
+            sizes=[rows],
+            context=lambda _: {"attention": batch},
+            progress=False,
+        )
+        self._pool.join(inputs[next(iter(inputs))].device, self)
+        self._captured.add(rows)
+        if self._frozen is None:
+            with pg.forward_context(attention=batch):
+                self._frozen = pg.freeze(self._compiled, **inputs)
+
+    def drop_graphs(self) -> None:
+        """Called by the pool: the next piecewise calls capture again."""
+        self._captured.clear()
+        self._frozen = None
+
+    def _rows(self, inputs: Mapping[str, Tensor]) -> int:
+        name, dim = next(iter(self._token_dim.items()))
+        return inputs[name].shape[dim]
+
+    def explain(self) -> Any:
+        """pg.explain of the compiled module."""
+        return pg.explain(self._compiled)
+
+
+class _InGraph:
+    """A batch whose attention calls become part of the phase's graph.
+
+    The core knows nothing of that graph: asked for a full graph by the context, it would make its own.
+    """
+
+    def __init__(self, batch: AttentionBatch) -> None:
+        self._batch = batch
+
+    def run(self, call: Any, *, captured: bool) -> None:
+        self._batch.run(call, captured=True)

@@ -1,0 +1,78 @@
+"""The models of a speculator, each compiled once and shared by all of its rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .compiled_forward import Forward
+
+_ROWS = {"input_ids": 0, "positions": 0, "hidden": 0}
+
+
+@dataclass(frozen=True)
+class Models:
+    """What phases call: `models.step("full", batch, ...)`.
+
+    Attributes:
+        target: (input_ids, position_ids `[1, rows]`) -> logits `[rows, V]`, features `[rows, F]`.
+        step: (input_ids, positions `[rows]`, hidden `[rows, H]`) -> hidden `[rows, H]`; None without a draft.
+        extend: the same from the target's features `[rows, F]`.
+        head: hidden `[rows, H]` -> the draft's logits `[rows, D]`.
+        draft: what the three are made of.
+    """
+
+    target: Forward
+    step: Forward | None = None
+    extend: Forward | None = None
+    head: Forward | None = None
+    draft: Any = None
+
+    @classmethod
+    def make(
+        cls,
+        target: nn.Module,
+        draft: Any,
+        rows: Mapping[str, list[int]],
+        target_options: Mapping[str, Any],
+        draft_options: Mapping[str, Any],
+    ) -> Models:
+        """Compile nothing yet; `rows` says for each model which row counts it may be captured for."""
+        verify = Forward(target, {"input_ids": 1, "position_ids": 1}, rows["target"], target_options)
+        if draft is None:
+            return cls(verify)
+        extended = {"input_ids": 0, "positions": 0, "features": 0}
+        return cls(
+            verify,
+            Forward(draft, _ROWS, rows["step"], draft_options, outputs="copy"),
+            Forward(_Extend(draft), extended, rows["extend"], draft_options, outputs="copy"),
+            Forward(_Head(draft), {"hidden": 0}, rows["head"], draft_options),
+            draft,
+        )
+
+
+class _Extend(nn.Module):
+    """A draft forward that begins at the target's features."""
+
+    def __init__(self, draft: Any) -> None:
+        super().__init__()
+        self.draft = draft
+
+    def forward(self, input_ids: Tensor, positions: Tensor, features: Tensor) -> Tensor:
+        hidden: Tensor = self.draft(input_ids, positions, self.draft.project(features))
+        return hidden
+
+
+class _Head(nn.Module):
+    """The draft's logits: of few rows, where a forward may have many."""
+
+    def __init__(self, draft: Any) -> None:
+        super().__init__()
+        self.draft = draft
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.draft.logits(hidden)
+        return logits

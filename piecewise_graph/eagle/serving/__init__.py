@@ -1,0 +1,1 @@
+"""Requests over rounds: the engine, its scheduler, and the planner of draft shapes."""

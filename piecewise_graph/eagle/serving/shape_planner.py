@@ -1,0 +1,217 @@
+"""Planner: how much to draft, from what the phases take and from what is accepted.
+
+Note [Tokens per second]
+A round of shape s makes `1 + sum over depths d <= S of survival[d]` tokens on average, the bonus among them,
+and takes `draft + verify + extend` seconds. Seconds are measured before the first choice for a batch
+size; survival, the share of rounds that accept depth d, while requests run, for all batch sizes together.
+The shape that makes the most tokens per second runs.
+
+What is not run is not observed. So now and then a round is a probe, given to the shape that has not run for
+the longest time; depths that no round has reached are taken to survive as the deepest that one has; and a
+tree that has never run is taken to lie halfway (geometrically) between the chain and perfection.
+
+A draft after plain rounds is dear: it first has to read all that it missed, 4 ms on an H200 with a 1B model
+whose round takes 1.2. So while plain decoding is the best, a probe that did worse doubles the time to the
+next one of its kind (all chains are one kind, each tree is its own), and one that did better brings it near.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..options import DraftShape
+
+REPLAN_EVERY, PROBE_EVERY, PROBE_AT_LEAST_EVERY = 8, 64, 1024  # rounds
+_PRIOR, _PRIOR_ROUNDS = 0.7, 2.0  # what each depth is taken to keep of the one above it, and how firmly
+_LATE = 2  # rounds after which a probe's round was observed, or never will be
+_MEMORY = 128.0  # rounds after which an observation has lost most of its weight
+
+Place = tuple[Any, ...]  # the batch size, then whatever else the phases' times depend on
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the planner thinks of one shape at one batch size.
+
+    Attributes:
+        seconds: of each phase.
+        tokens: per request and round.
+    """
+
+    shape: DraftShape
+    seconds: Mapping[str, float]
+    tokens: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of one request."""
+        return self.rate_of(self.tokens)
+
+    def rate_of(self, tokens: float) -> float:
+        """Tokens per second if a round makes so many."""
+        return tokens / sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for a round, and the numbers behind it. `str()` is for people.
+
+    Attributes:
+        estimates: of all shapes, the best first.
+        probe: the shape runs because it has not for long.
+    """
+
+    shape: DraftShape
+    size: int
+    estimates: tuple[Estimate, ...]
+    probe: bool
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.size} requests: {self.shape}" + (", to see whether it has become better" * self.probe)
+        ]
+        lines += [f"  {'shape':44s} {'tokens':>7s} {'ms':>8s} {'tokens/s':>9s}  phases (ms)"]
+        for each in self.estimates:
+            phases = ", ".join(f"{name} {value * 1e3:.3f}" for name, value in each.seconds.items())
+            total = sum(each.seconds.values())
+            lines.append(
+                f"  {each.shape!s:44s} {each.tokens:7.2f} {total * 1e3:8.3f} {each.rate:9.1f}  {phases}"
+            )
+        return "\n".join(lines)
+
+
+class Planner:
+    """Chooses among `shapes`; one planner may serve many engines, and learns from all of them.
+
+    Attributes:
+        latest: the latest choice per place: batch size, and what else tells rounds apart.
+    """
+
+    def __init__(self, shapes: Sequence[DraftShape]) -> None:
+        self.shapes = tuple(shapes)
+        self.latest: dict[Place, Choice] = {}
+        self._seconds: dict[Place, dict[DraftShape, Mapping[str, float]]] = {}
+        self._seen: dict[DraftShape, _Survival] = {}
+        self._last_run = dict.fromkeys(self.shapes, 0)
+        self._rounds = 0
+        self._patience: dict[DraftShape, int] = {}  # kind -> rounds between its probes beside plain decoding
+        self._probe: tuple[Choice, int] | None = None  # and when it was chosen, until it is observed
+        self._next_probe = PROBE_EVERY - REPLAN_EVERY
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.latest.values())) or "nothing was chosen yet"
+
+    def knows(self, place: Place) -> bool:
+        """Whether the phases were measured there."""
+        return place in self._seconds
+
+    def measure(self, place: Place, seconds: Mapping[DraftShape, Mapping[str, float]]) -> None:
+        """Tell what the phases of every shape take."""
+        self._seconds[place] = dict(seconds)
+
+    def choose(self, place: Place) -> Choice:
+        """The shape of the next round."""
+        latest = self.latest.get(place)
+        if latest is not None and not latest.probe and self._rounds % REPLAN_EVERY:
+            return latest
+        estimates = sorted(
+            (Estimate(shape, self._seconds[place][shape], self._tokens(shape)) for shape in self.shapes),
+            key=lambda each: -each.rate,
+        )
+        shape = estimates[0].shape
+        stalest = self._stalest(shape) if self._rounds >= self._next_probe else None
+        choice = Choice(stalest or shape, place[0], tuple(estimates), probe=stalest is not None)
+        if choice.probe:
+            self._probe, self._next_probe = (choice, self._rounds), self._rounds + PROBE_EVERY
+        self.latest[place] = choice
+        return choice
+
+    def observe(self, shape: DraftShape, accept_lens: Sequence[int]) -> None:
+        """Tell how many tokens each request got from a round of `shape`, bonus included."""
+        self._rounds += 1
+        self._last_run[shape] = self._rounds
+        if self._probe is not None and self._probe[0].shape == shape:
+            self._learn_from(*self._probe, sum(accept_lens) / len(accept_lens))
+            self._probe = None
+        if shape.steps:
+            seen = self._seen.setdefault(_kind(shape), _Survival(shape.steps))
+            for depth in range(1, shape.steps + 1):
+                seen.add(depth, sum(length > depth for length in accept_lens) / len(accept_lens))
+
+    def _stalest(self, best: DraftShape) -> DraftShape | None:
+        """Of those that a probe is due for, the one that has not run for the longest time."""
+        due = [shape for shape in self.shapes if shape != best and self._is_due(shape, best)]
+        return min(due, key=self._last_run.__getitem__, default=None)
+
+    def _is_due(self, shape: DraftShape, best: DraftShape) -> bool:
+        if best.steps or not shape.steps:
+            return True
+        kind = _kind(shape)
+        latest = max(self._last_run[each] for each in self.shapes if each.steps and _kind(each) == kind)
+        return self._rounds - latest >= self._patience.get(kind, PROBE_EVERY) - REPLAN_EVERY
+
+    def _learn_from(self, probe: Choice, chosen_at: int, tokens: float) -> None:
+        """How long the next probe of this kind may wait."""
+        best = probe.estimates[0]
+        probed = next(each for each in probe.estimates if each.shape == probe.shape)
+        is_dear = bool(probed.shape.steps) and not best.shape.steps
+        if not is_dear or self._rounds - chosen_at > _LATE:
+            return
+        kind = _kind(probed.shape)
+        waited = self._patience.get(kind, PROBE_EVERY)
+        was_better = probed.rate_of(tokens) > best.rate
+        self._patience[kind] = PROBE_EVERY if was_better else min(2 * waited, PROBE_AT_LEAST_EVERY)
+
+    def _tokens(self, shape: DraftShape) -> float:
+        """Expected tokens of a round."""
+        kept, total = 1.0, 1.0
+        for depth in range(1, shape.steps + 1):
+            kept *= self._conditional(shape, depth)
+            total += kept
+        return total
+
+    def _conditional(self, shape: DraftShape, depth: int) -> float:
+        """Of the rounds that accept the depth above, the share that accept this one."""
+        own = self._seen.get(_kind(shape))
+        if own is not None:
+            return own.conditional(depth)
+        chains = [seen for kind, seen in self._seen.items() if not kind.is_tree]
+        chain = chains[0].conditional(depth) if chains else _PRIOR
+        return chain**0.5 if shape.is_tree else chain
+
+
+def _kind(shape: DraftShape) -> DraftShape:
+    """Shapes that learn from each other: chains of all lengths."""
+    return shape if shape.is_tree else DraftShape(1)
+
+
+class _Survival:
+    """How often each depth was accepted, the latest rounds counting most."""
+
+    def __init__(self, depths: int) -> None:
+        self._accepted: list[float] = []
+        self._reached: list[float] = []
+        self._latest_share = 1.0
+        self._grow(depths)
+
+    def add(self, depth: int, share: float) -> None:
+        """`share` of a round's requests accepted `depth`."""
+        self._grow(depth)
+        fade = 1 - 1 / _MEMORY
+        above = 1.0 if depth == 1 else self._latest_share
+        self._latest_share = share
+        self._accepted[depth - 1] = self._accepted[depth - 1] * fade + share
+        self._reached[depth - 1] = self._reached[depth - 1] * fade + above
+
+    def conditional(self, depth: int) -> float:
+        """Of those that accepted the depth above; of the deepest known, where none was that deep."""
+        index = min(depth, len(self._reached)) - 1
+        return self._accepted[index] / self._reached[index]
+
+    def _grow(self, depths: int) -> None:
+        """New depths begin with the prior, worth a few rounds."""
+        missing = depths - len(self._reached)
+        self._accepted += [_PRIOR * _PRIOR_ROUNDS] * missing
+        self._reached += [_PRIOR_ROUNDS] * missing

@@ -1,0 +1,1 @@
+"""What users call: pg.compile, pg.capture, pg.plan and pg.freeze."""

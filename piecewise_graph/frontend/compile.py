@@ -1,0 +1,311 @@
+"""pg.compile: one trace for every token count, and the checks that make that safe.
+
+Note [One trace]
+A size that Dynamo marks dynamic is assumed to be at least 2, and the guards that it puts on sizes make a
+call at T = 1 trace again. Unmodified transformers models cannot be traced with an unbacked size (their
+masks branch on it), and their graphs are right at T = 1. So pg.compile marks the token dimension dynamic,
+drops the SHAPE_ENV guards, and the runtime checks on every call what they would have checked: sizes that
+have to be equal, conditions on sizes, ranges (`ShapeContract`). A call that a trace is not valid for raises
+ShapeMiss before anything ran, and another trace answers it: first with the same marks, and where dimensions
+that were equal no longer are, one under Dynamo's own guards.
+
+The one thing relaxed is T >= 2. Models of transformers ask whether T > 1 to see whether a mask is causal or
+can be skipped, which for one token is the same either way (held by tests on eight of them). Any other
+model's first call at T = 1 is traced once more, without compiling or running it, and served by the same
+trace only if the graphs agree (one_token.py).
+
+Note [Weights keep their guards]
+Dynamo's guards on dtype, shape and strides of weights (TENSOR_MATCH) could be dropped too, were the runtime
+to compare them beside the addresses. Of the time that a model of 32 layers spends in guards they take a
+quarter, and the comparison would take a third of that again; the rest is the walk through the modules, which
+only pg.freeze leaves out. And they see what no comparison of arguments does: a weight that is asked for its
+dtype only, one that became None, one that left the parameters (pruning). So they stay.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from piecewise_graph import _torch
+from piecewise_graph.backend import build
+from piecewise_graph.compiler.segments import prepare
+from piecewise_graph.config import PiecewiseConfig
+from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, TraceError
+from piecewise_graph.frontend.one_token import Signature, signature
+from piecewise_graph.frontend.token_dims import TokenDims
+from piecewise_graph.runtime.model_state import Family
+from piecewise_graph.runtime.signals import ShapeMiss, TracedOnly
+from piecewise_graph.telemetry import counters
+
+_MAX_TRACES = 8
+_HINT_TOKENS = 16
+
+
+def compile(
+    model: Callable[..., Any], *, token_dim: Mapping[str, int] | None = None, **options: Any
+) -> CompiledModel:
+    """Compile `model` so that one trace serves every token count from 1 up.
+
+    Args:
+        model: a module or function that returns tensors, run under torch.no_grad() or inference_mode.
+        token_dim: the dimension that counts tokens, per tensor argument, such as {"input_ids": 1}. Other
+            tensor arguments with a dimension of the same size follow it. None: found by the names that
+            transformers uses, or from a lone tensor argument of one dimension.
+        options: fields of PiecewiseConfig.
+
+    Returns:
+        a callable with the model's signature and attributes.
+
+    Raises:
+        ConfigError: unknown option or impossible value.
+        TokenDimError: at a call, where the token dimension cannot be told.
+    """
+    return CompiledModel(model, token_dim, PiecewiseConfig.from_options(options))
+
+
+class CompiledModel:
+    """What pg.compile returns. Unknown attributes are the model's."""
+
+    def __init__(
+        self, model: Callable[..., Any], token_dim: Mapping[str, int] | None, config: PiecewiseConfig
+    ) -> None:
+        _torch.raise_recompile_limit()
+        prepare(config.compiler, config.artifact_dir)
+        self._model = model
+        self._finder = TokenDims(model, token_dim)
+        self.family = Family(config)
+        self._traces: list[Callable[..., Any]] = []
+        self._guarded: Callable[..., Any] | None = None
+        self._untraced: Callable[..., Any] | None = None  # the latest trace, until its first call
+        self._at_one_token: list[Signature] | None = None
+        self._answered = False
+        # Dynamo's cache lives as long as the code it compiled; graphs should not.
+        weakref.finalize(self, Family.drop_graphs, self.family)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"], name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_plain_strides(args, kwargs)
+        tensors = self._finder.tensors(args, kwargs)
+        dims = self._finder.find(tensors)
+        leader = next(iter(dims))
+        count = tensors[leader].shape[dims[leader][0]]
+        misplaced = self._misplaced(tensors) if tensors[leader].is_meta else None
+        if misplaced is not None:  # torch would answer with shapes and no values
+            raise misplaced
+        if count == 0:
+            return self._without_tokens(leader, args, kwargs)
+        if not self._traces:
+            self._traces.append(self._new_trace(guards="relaxed"))
+            if count == 1:
+                self._trace_longer(args, kwargs, tensors, dims)
+        if count > 1:
+            _mark(tensors, dims, named=self._finder.named | {leader})
+        known = len(self.family.signatures)
+        try:
+            if count == 1 and not self._serves_one_token(args, kwargs):
+                result = self._answer_guarded(args, kwargs)
+            else:
+                result = self._answer(args, kwargs)
+        except Exception as error:
+            # A trace that has never answered may have failed because it cannot take these inputs.
+            untried = not self._answered or len(self.family.signatures) > known
+            raised = self._plain_error(error, tensors, untried)
+            if raised is None:
+                raise
+            raise raised from error
+        self._answered = True
+        return result
+
+    def _without_tokens(self, leader: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An empty batch is the model's own business; most models of transformers refuse it."""
+        self._count_fallback("no_tokens")
+        try:
+            return self._model(*args, **kwargs)
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise InputError.no_tokens(leader, _first_line(error)) from error
+
+    def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Ask each trace in turn; a miss has no effect, because it is raised before anything ran."""
+        miss: ShapeMiss | None = None
+        for index, trace in enumerate(self._traces):
+            try:
+                result = self._call(trace, args, kwargs)
+            except ShapeMiss as error:
+                if self.family.ran:  # a part of this forward ran already, behind a graph break
+                    raise
+                miss = error
+                continue
+            if index:  # who answered is asked first next time
+                self._traces.insert(0, self._traces.pop(index))
+            return result
+        assert miss is not None
+        return self._answer_anew(miss, args, kwargs)
+
+    def _answer_anew(self, miss: ShapeMiss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if miss.sizes_differ or miss.num_tokens == 1:
+            return self._answer_guarded(args, kwargs)
+        if len(self._traces) >= _MAX_TRACES:
+            raise TokenDimError.too_many_traces(_MAX_TRACES, miss.what)
+        self._traces.insert(0, self._new_trace(guards="relaxed"))
+        return self._call(self._traces[0], args, kwargs)
+
+    def _answer_guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Under all of Dynamo's own guards: right for any shapes, with as many traces as Dynamo wants."""
+        if self._guarded is None:
+            self._guarded = self._new_trace(guards="all")
+        self._answered = False  # what cannot be traced here either is the call's fault
+        return self._call(self._guarded, args, kwargs)
+
+    def _serves_one_token(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The dynamic trace is right for one token too. With several traces, none is trusted with it."""
+        if type(self._model).__module__.startswith("transformers."):
+            return True
+        if self._at_one_token is None:
+            self._at_one_token = self._traced_at_one_token(args, kwargs)
+        return len(self._at_one_token) == 1 and self.family.signatures == self._at_one_token
+
+    def _traced_at_one_token(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Signature]:
+        """What Dynamo makes of this call, which is not run."""
+        signatures: list[Signature] = []
+
+        def collect(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            signatures.append(signature(gm))
+            return _stop
+
+        with suppress(TracedOnly, RuntimeError):
+            torch.compile(self._model, backend=collect, dynamic=False)(*args, **kwargs)
+        return signatures
+
+    def _call(self, trace: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.family.ran = 0
+        result = self._traced(trace, args, kwargs)
+        if not self.family.ran:
+            self._count_fallback("not_traced_by_dynamo")
+        return result
+
+    def _traced(self, trace: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if trace is not self._untraced:
+            return trace(*args, **kwargs)
+        self._untraced = None
+        with _torch.floats_stay_constants():
+            return trace(*args, **kwargs)
+
+    def _count_fallback(self, reason: str) -> None:
+        counters.fallback(reason)
+        self.family.fallbacks[reason] += 1
+
+    def _new_trace(self, guards: str) -> Callable[..., Any]:
+        options: Any = {"guard_filter_fn": _torch.drop_shape_guards} if guards == "relaxed" else None
+        self._untraced = torch.compile(self._model, backend=_FamilyBackend(self.family), options=options)
+        return self._untraced
+
+    def _trace_longer(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Mapping[str, Tensor],
+        dims: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """Trace on the single row repeated, executing nothing. What cannot be traced so is left to Dynamo."""
+        longer = {id(tensors[name]): _repeated(tensors[name], dims[name]) for name in dims}
+        _mark({name: longer[id(tensors[name])] for name in dims}, dims, named=set(dims))
+        self.family.tracing = True
+        try:
+            self._traced(
+                self._traces[0],
+                tuple(longer.get(id(value), value) for value in args),
+                {name: longer.get(id(value), value) for name, value in kwargs.items()},
+            )
+        except (TracedOnly, RuntimeError):
+            pass  # a model that cannot take the repeated row is traced at T = 1 by the call itself
+        finally:
+            self.family.tracing = False
+
+    def _plain_error(
+        self, error: Exception, tensors: Mapping[str, Tensor], untried: bool
+    ) -> PiecewiseError | None:
+        """The catalogue's version of what torch raised, where there is one."""
+        cause = _torch.backend_error(error)
+        if cause is not error or isinstance(cause, PiecewiseError):  # a backend's own error says enough
+            return cause if cause is not error and isinstance(cause, PiecewiseError) else None
+        if _torch.is_specialization_error(error):
+            return TokenDimError.specialized(_first_line(error))
+        untried &= isinstance(error, (RuntimeError, IndexError, TypeError, ValueError))
+        if not _torch.is_trace_error(error) and not untried:
+            return None
+        misplaced = self._misplaced(tensors)
+        if misplaced is not None:
+            return misplaced
+        described = ", ".join(
+            f"{n}: {str(t.dtype)[6:]}{list(t.shape)} on {t.device}" for n, t in tensors.items()
+        )
+        return TraceError.failed(described, _first_line(error))
+
+    def _misplaced(self, tensors: Mapping[str, Tensor]) -> TraceError | None:
+        weight = next(self._model.parameters(), None) if isinstance(self._model, torch.nn.Module) else None
+        for name, tensor in tensors.items():
+            if weight is not None and tensor.device != weight.device:
+                return TraceError.wrong_device(name, str(tensor.device), str(weight.device))
+        return None
+
+
+class _FamilyBackend:
+    """The backend of one torch.compile call: its traces join the family."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self.reset = family.reset
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        self._family.signatures.append(signature(gm))
+        return build(gm, example_inputs, lambda weights: self._family)
+
+
+def _stop(*_: Any) -> Any:
+    raise TracedOnly
+
+
+def _mark(tensors: Mapping[str, Tensor], dims: Mapping[str, tuple[int, ...]], named: Collection[str]) -> None:
+    for name, places in dims.items():
+        for dim in places:
+            mark = _torch.mark_dynamic if name in named else _torch.maybe_mark_dynamic
+            mark(tensors[name], dim)
+
+
+def _with_plain_strides(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A slice of length 1 keeps the strides of what it was cut from; Dynamo would trace it anew."""
+    return tuple(map(plain_strides, args)), {name: plain_strides(value) for name, value in kwargs.items()}
+
+
+def plain_strides(value: Any) -> Any:
+    """A contiguous tensor with the strides that its shape implies."""
+    if not isinstance(value, Tensor) or not value.is_contiguous():
+        return value
+    step = 1
+    strides: list[int] = []
+    for size in reversed(value.shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return value if list(value.stride()) == strides else value.as_strided(value.shape, strides)
+
+
+def _repeated(tensor: Tensor, dims: Sequence[int]) -> Tensor:
+    """The one row of each of `dims`, repeated; a size that gives the compiler a realistic hint."""
+    for dim in dims:
+        tensor = tensor.repeat_interleave(_HINT_TOKENS, dim)
+    return tensor
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

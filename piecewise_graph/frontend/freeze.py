@@ -1,0 +1,327 @@
+"""pg.freeze: a model's forward without Dynamo, guards and parameters among the arguments.
+
+Note [What a frozen call still checks]
+Dynamo's guards make sure that a trace fits the call; a frozen callable knows which trace it belongs to and
+checks what can differ between two calls of one loop, in plain Python: which arguments are there, constants by
+value, dtype, device and shape of tensors, grad mode, the model's training flag, and in FULL mode the forward
+context. What it takes for granted is what the model reads besides: attributes of modules, globals, and
+weights, whose addresses are compared at the first replay of every tape (always, with check="always"). After
+replacing any of these, call `rebind()`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piecewise_graph import _torch
+from piecewise_graph.context import ForwardContext, get_forward_context
+from piecewise_graph.errors import AddressMovedError, FreezeError, MergedWeightsError
+from piecewise_graph.frontend.argument_names import describe, forward_signature, leaf_names
+from piecewise_graph.frontend.compile import plain_strides
+from piecewise_graph.frontend.frozen_call import MISS, FrozenPlan
+from piecewise_graph.frontend.lookup import family_for
+from piecewise_graph.runtime.model_state import Family
+from piecewise_graph.runtime.runtime import Runtime
+from piecewise_graph.splitter.split_graph import Ref
+
+
+def freeze(compiled: Any, *example_args: Any, **example_kwargs: Any) -> Frozen:
+    """A callable with the model's signature and outputs that only looks up a tape and replays it.
+
+    The example is run once, to see which trace serves it and how its arguments and outputs map to the
+    graph's. The frozen callable then serves every token count, like `compiled`; arguments that are no
+    tensors, and every shape but the token dimension, are fixed.
+
+    Args:
+        compiled: what pg.compile or torch.compile(..., backend="piecewise") returned.
+        example_args, example_kwargs: a legal call. The model runs on them, so call this under
+            torch.no_grad(), and inside the forward context that the model needs.
+
+    Returns:
+        see `Frozen`.
+
+    Raises:
+        FreezeError: the example is not served by one graph of this backend, or its outputs cannot be
+            mapped.
+    """
+    leaves, structure = _torch.flatten((example_args, example_kwargs))
+    _check_distinct(leaves, leaf_names(compiled, structure, len(leaves)))
+    tracing = _observe(compiled, example_args, example_kwargs)
+    return Frozen(compiled, leaves, structure, _Trace.of(tracing, leaves))
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """One run of the example: which runtime served it, what it got and returned, what the caller got."""
+
+    runtime: Runtime
+    args: Sequence[Any]
+    outputs: Sequence[Any]
+    result: Any
+
+
+def _observe(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Observed:
+    family = family_for(compiled)
+    if family is None:
+        compiled(*args, **kwargs)
+        family = family_for(compiled)
+    if family is None:
+        raise FreezeError.no_trace(repr(compiled)[:80])
+    with family.observing() as seen:
+        result = compiled(*args, **kwargs)
+    if len(seen) != 1:
+        raise FreezeError.not_one_graph(len(seen))
+    runtime, given, outputs = seen[0]
+    if not isinstance(runtime, Runtime):
+        raise FreezeError.not_split(runtime.reason)
+    return _Observed(runtime, given, outputs, result)
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """How calls map to one runtime.
+
+    Attributes:
+        template: the graph's arguments, with the weights in their places.
+        inputs: (index of the leaf in the caller's arguments, index in the graph's arguments) of activations.
+        symbols: (index in the graph's arguments, graph argument and dimension that it is the size of).
+        outputs: per leaf of the result (index into the graph's outputs or None, constant).
+        structure: of the result.
+    """
+
+    runtime: Runtime
+    template: tuple[Any, ...]
+    inputs: tuple[tuple[int, int], ...]
+    symbols: tuple[tuple[int, int, int], ...]
+    outputs: tuple[tuple[int | None, Any], ...]
+    structure: Any
+
+    @classmethod
+    def of(cls, seen: _Observed, leaves: Sequence[Any]) -> _Trace:
+        split = seen.runtime.program.split
+        inputs, symbols, template = [], [], list(seen.args)
+        for index, given in enumerate(split.inputs[: len(seen.args)]):
+            if given.symbol is not None:
+                symbols.append(_source_of(seen.runtime, index))
+                template[index] = None
+            elif given.spec is not None and not given.bound:
+                inputs.append((_leaf_of(seen.args[index], leaves, given.name), index))
+                template[index] = None
+        outputs, structure = _map_outputs(seen)
+        return cls(seen.runtime, tuple(template), tuple(inputs), tuple(symbols), tuple(outputs), structure)
+
+
+def _leaf_of(tensor: Tensor, leaves: Sequence[Any], name: str) -> int:
+    """Which of the caller's leaves the graph's argument is."""
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and _same(plain_strides(leaf), tensor):
+            return index
+    raise FreezeError.unknown_input(name)
+
+
+def _check_distinct(leaves: Sequence[Any], names: Sequence[str]) -> None:
+    """A tensor passed twice is one input of the graph, or two that nothing tells apart."""
+    tensors = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
+    for (one, first), (other, second) in combinations(tensors, 2):
+        if _same(first, second) and first.numel():
+            raise FreezeError.aliased(one, other)
+
+
+def _same(leaf: Tensor, tensor: Tensor) -> bool:
+    return leaf is tensor or (
+        leaf.data_ptr() == tensor.data_ptr() and leaf.shape == tensor.shape and leaf.dtype == tensor.dtype
+    )
+
+
+def _source_of(runtime: Runtime, index: int) -> tuple[int, int, int]:
+    contract, symbol = runtime.program.contract, runtime.program.split.inputs[index].symbol
+    for argument, dim, expr in contract.dims:
+        if expr == symbol:
+            return index, argument, dim
+    raise FreezeError.integer_argument(runtime.program.split.inputs[index].name)
+
+
+def _map_outputs(seen: _Observed) -> tuple[list[tuple[int | None, Any]], Any]:
+    leaves, structure = _torch.flatten(seen.result)
+    found: list[tuple[int | None, Any]] = []
+    for leaf in leaves:
+        places = [index for index, value in enumerate(seen.outputs) if value is leaf]
+        if isinstance(leaf, Tensor) and not places:
+            raise FreezeError.unknown_output(tuple(leaf.shape))
+        if not isinstance(leaf, Tensor) and any(isinstance(value, int) for value in seen.outputs):
+            raise FreezeError.integer_output()
+        found.append((places[0] if places else None, leaf if not places else None))
+    return found, structure
+
+
+class Frozen:
+    """What `pg.freeze` returns: call it like the model, under `torch.no_grad()` or inference mode.
+
+    With `outputs="static"` a call returns the same tensors, and the same containers around them, whenever it
+    has the same token count; the next replay overwrites them.
+    """
+
+    def __init__(self, compiled: Any, leaves: Sequence[Any], structure: Any, trace: _Trace) -> None:
+        self._compiled, self._structure, self._trace = compiled, structure, trace
+        self._example = tuple(leaves)
+        self._names = leaf_names(compiled, structure, len(leaves))
+        self._flat_forms: set[Hashable] = set()
+        self._constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
+        self._plans: dict[Hashable, FrozenPlan] = {}
+        model = getattr(compiled, "_model", None) or _torch.original_callable(compiled)
+        self._module = model if isinstance(model, torch.nn.Module) else None
+        self._training = self._module.training if self._module is not None else False
+
+    @property
+    def family(self) -> Family:
+        return self._trace.runtime.family
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        known = (len(args), *kwargs) in self._flat_forms
+        leaves = [*args, *kwargs.values()] if known else self._learn(args, kwargs)
+        tensors = [leaves[index] for index, _ in self._trace.inputs]
+        context = get_forward_context()
+        try:
+            key = (*[tensor.shape for tensor in tensors], context.full_graph, context.graph_key)
+        except AttributeError:  # no tensor where the example had one
+            self._check_tensors(leaves)
+            raise
+        plan = self._plans.get(key)
+        if plan is not None:
+            self._check_call(leaves)
+            result = plan.call(tensors, context)
+            if result is not MISS:
+                return result
+        return self._uncommon(leaves, tensors, key, context)
+
+    def static_inputs(self, num_tokens: int) -> dict[str, Tensor]:
+        """Where a replay of `num_tokens` tokens reads its inputs, by argument name.
+
+        A caller that writes there and passes these very tensors saves the copy. They are the same memory for
+        every token count; a tape of the count has to be captured.
+
+        Raises:
+            FreezeError: nothing is captured for this count.
+        """
+        context = get_forward_context()
+        ready = self._trace.runtime.ready_for(num_tokens, context)
+        if ready is None:
+            raise FreezeError.not_captured(num_tokens)
+        plan = ready.bound.copy_in
+        views = dict(zip(plan.indices, plan.destinations, strict=True)) | dict(plan.expanded)
+        return {self._names[leaf]: views[index] for leaf, index in self._trace.inputs}
+
+    def rebind(self) -> None:
+        """Take the model as it is now: after weights were replaced rather than written in place.
+
+        The example is run again through the compiled model. Tapes that hold old addresses are dropped and
+        captured again (lazily, or by pg.capture).
+        """
+        self._plans.clear()
+        self._trace = _Trace.of(self._observe_anew(), self._example)
+        self._training = self._module.training if self._module is not None else False
+
+    def _observe_anew(self) -> _Observed:
+        """The example's run, by graphs that read the weights where they are now."""
+        args, kwargs = _torch.unflatten(self._example, self._structure)
+        try:
+            seen = _observe(self._compiled, args, kwargs)
+            if seen.runtime.addresses.hold(seen.args):
+                return seen
+        except (AddressMovedError, MergedWeightsError):  # graphs hold what was replaced
+            pass
+        self._trace.runtime.drop_graphs()
+        self.family.sealed = False
+        return _observe(self._compiled, args, kwargs)
+
+    def _check_call(self, leaves: Sequence[Any]) -> None:
+        """Refuse what the trace does not cover, besides shapes (Note [What a frozen call still checks])."""
+        if torch.is_grad_enabled():
+            raise FreezeError.grad_enabled()
+        if self._module is not None and self._module.training != self._training:
+            raise FreezeError.training_changed(self._training)
+        for index, expected in self._constants:
+            found = leaves[index]
+            if found is not expected and (type(found) is not type(expected) or found != expected):
+                raise FreezeError.constant(self._names[index], found, expected)
+
+    def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The caller's leaves in the example's order; remembers a call without containers."""
+        leaves, structure = _torch.flatten((args, kwargs))
+        if structure == self._structure:
+            given = [*args, *kwargs.values()]
+            if len(given) == len(leaves) and all(map(operator.is_, given, leaves)):
+                self._flat_forms.add((len(args), *kwargs))
+            return leaves
+        bound = self._bind(args, kwargs)
+        leaves, structure = _torch.flatten(bound)
+        if structure != self._structure:
+            raise FreezeError.arguments(self._described(args, kwargs), ", ".join(self._names))
+        return leaves
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same call in the form that the example had, where the model's signature allows to tell."""
+        example_args, example_kwargs = _torch.unflatten(self._example, self._structure)
+        signature = forward_signature(self._compiled)
+        if signature is None:
+            return args, kwargs
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return args, kwargs
+        given = {**{k: v for k, v in given.items() if k != "kwargs"}, **given.get("kwargs", {})}
+        names = list(signature.parameters)[: len(example_args)]
+        missing = object()
+        positional = tuple(given.pop(name, missing) for name in names)
+        ordered = {name: given.pop(name) for name in list(example_kwargs) if name in given}
+        return positional, ordered | given
+
+    def _described(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        return ", ".join([*(f"argument {i}" for i in range(len(args))), *kwargs]) or "nothing"
+
+    def _uncommon(
+        self, leaves: Sequence[Any], tensors: Sequence[Any], key: Hashable, context: ForwardContext
+    ) -> Any:
+        """A call whose plan is unknown, out of date, or whose inputs are of another kind."""
+        self._check_tensors(leaves)
+        self._check_call(leaves)
+        runtime, full = self._trace.runtime, list(self._trace.template)
+        for (_, index), tensor in zip(self._trace.inputs, tensors, strict=True):
+            full[index] = tensor
+        for index, argument, dim in self._trace.symbols:
+            full[index] = full[argument].shape[dim]
+        outputs = runtime(*full)
+        count = runtime.count(full)
+        ready = runtime.ready_for(count, context)
+        if ready is not None and not any(isinstance(value, Ref) for value in ready.bound.outputs):
+            indices = [index for _, index in self._trace.inputs]
+            template = self._trace.template
+            self._plans[key] = FrozenPlan(runtime, ready, count, indices, tensors, template, self._rebuild)
+        return self._rebuild(outputs)
+
+    def _rebuild(self, outputs: Sequence[Any]) -> Any:
+        leaves = [constant if index is None else outputs[index] for index, constant in self._trace.outputs]
+        return _torch.unflatten(leaves, self._trace.structure)
+
+    def _check_tensors(self, leaves: Sequence[Any]) -> None:
+        inputs = dict(self._trace.inputs)
+        specs = self._trace.runtime.program.split.inputs
+        for position, (leaf, expected) in enumerate(zip(leaves, self._example, strict=True)):
+            if not isinstance(expected, Tensor):
+                continue
+            name = self._names[position]
+            if not isinstance(leaf, Tensor):
+                raise FreezeError.kind(name, type(leaf).__name__, "a tensor")
+            if (leaf.dtype, leaf.device, leaf.dim()) != (expected.dtype, expected.device, expected.dim()):
+                raise FreezeError.kind(name, describe(leaf), describe(expected))
+            spec = specs[inputs[position]].spec if position in inputs else None
+            for dim, size in enumerate(spec.shape if spec is not None else ()):
+                if size.is_Integer and leaf.shape[dim] != int(size):
+                    raise FreezeError.kind(name, describe(leaf), f"size {size} in dimension {dim}")

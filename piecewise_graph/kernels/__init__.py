@@ -1,0 +1,1 @@
+"""Device kernels that the core launches itself: bound launches, copies, linear layers of a few rows."""

@@ -1,0 +1,262 @@
+"""The proof that padding cannot change live rows.
+
+Note [Proof instead of analysis]
+Whether a segment mixes tokens cannot be read off its ops: a cumsum along the token dimension is harmless
+to live rows, `x[:, -1:]` is not. So each distinct segment is run, in each bucket, at an exact size k and
+padded from k to the bucket; live rows must agree. k is at most half the bucket, so that a dependence on the
+size itself shows. (A size used as a number, `x / T`, is refused by looking: SegmentFacts.size_is_a_number.)
+
+Four trials. Two on the live inputs, with the tails that a replay has (zeros in a caller's integers,
+anything in floats) and with copies of live rows. These may hide a dependence: zeros divided by T, equal rows
+averaged, a gate that is still zero. So two on random inputs, weights included, whose integers and booleans
+are drawn from the lower half of their live range with tails from the upper half, and the other way round:
+no minimum, maximum or `any` survives both. Float tails are NaN, which reaches whatever it touches, and scaled
+copies. Integers never leave the live range (or 0 to it), because an illegal index would kill a CUDA
+context; for the same reason floats stay live where a segment casts floats to integers. Where that leaves
+nothing to tell rows apart (all ids are 0), nothing is proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piecewise_graph.compiler.agreement import TOLERANCE, agree
+from piecewise_graph.compiler.program import Program
+from piecewise_graph.compiler.segments import CompiledSegment
+from piecewise_graph.recorder.static_buffers import narrow
+from piecewise_graph.sizes import TensorSpec, evaluate, overwrite
+from piecewise_graph.splitter.split_graph import Ref, SegmentStep, Size
+
+MakeTail = Callable[[Tensor], Tensor]
+
+
+class Unproven(Exception):
+    """The inputs at hand prove nothing about padding. Never reaches a user."""
+
+
+def probe_size(program: Program, num_tokens: int, bucket: int) -> int | None:
+    """A token count below `bucket` at which the trace is valid; None where there is none to try."""
+    low = program.contract.ranges[0][0] if program.contract.ranges else 1
+    for size in (max(low or 1, bucket // 2), num_tokens):
+        fits = 0 < size < bucket and size <= num_tokens
+        if fits and program.contract.size_violation(program.sizes_at(size)) is None:
+            return size
+    return None
+
+
+def padding_fault(
+    program: Program,
+    step: SegmentStep,
+    segment: CompiledSegment,
+    inputs: Sequence[Any],
+    size: int,
+    bucket: int,
+    *,
+    thorough: bool,
+) -> str | None:
+    """Why `segment` must not be padded from `size` to `bucket`; None when live rows agree.
+
+    Args:
+        inputs: its live inputs, of at least `size` tokens.
+        thorough: all four trials, with random weights; else those with the tails that a replay has and
+            the random ones, on the weights as they are. Once per structure is enough for the rest.
+
+    Raises:
+        Unproven: the live inputs cannot tell one row from another.
+    """
+    trial = _Trial(program, step, segment, size, bucket)
+    if segment.facts.size_is_a_number:
+        return "size_is_a_number"
+    if trial.has_derived_sizes():
+        return "derived_size"
+    live = trial.narrowed(inputs)
+    if not trial.tells_rows_apart(live):
+        raise Unproven
+    for make_tail in (_first_tail, _second_tail) if thorough else (_first_tail,):
+        if trial.disagrees(live, [make_tail] * len(live)):
+            return "mixes_tokens"
+    for upper, float_tail in ((False, _first_tail), (True, _second_tail)):
+        values, tails = trial.drawn(live, upper, float_tail, draw_weights=thorough)
+        if trial.disagrees(values, tails):
+            return "mixes_tokens"
+    return None
+
+
+def warm_up(
+    program: Program,
+    step: SegmentStep,
+    segment: CompiledSegment,
+    inputs: Sequence[Any],
+    num_tokens: int,
+    bucket: int,
+) -> None:
+    """Run a segment once at the bucket's size, so that its capture loads and allocates nothing new."""
+    trial = _Trial(program, step, segment, num_tokens, bucket)
+    live = trial.narrowed(inputs)
+    segment.at(bucket)(*trial.padded(live, bucket, [_copies] * len(live)))
+
+
+def run_unpadded(
+    program: Program,
+    step: SegmentStep,
+    segment: CompiledSegment,
+    inputs: Sequence[Any],
+    num_tokens: int,
+    bucket: int,
+) -> list[Tensor]:
+    """Run a segment on the live rows of padded inputs, and pad its results with zeros.
+
+    What it writes in place reaches `inputs`; its outputs have to be no views of one another.
+    """
+    trial = _Trial(program, step, segment, num_tokens, bucket)
+    live = trial.narrowed(inputs)
+    exact = trial.padded(live, num_tokens, [_copies] * len(live))
+    results = segment.at(num_tokens)(*exact)
+    for index in segment.facts.written:
+        overwrite(live[index], exact[index])
+    padded = []
+    for spec, result in zip(trial.outputs, results, strict=True):
+        assert spec is not None
+        padded.append(spec.empty(program.sizes_at(bucket)).zero_())
+        overwrite(narrow(padded[-1], spec, program, num_tokens), result)
+    return padded
+
+
+class _Trial:
+    """One segment, run at `size` tokens and padded from there to `bucket`."""
+
+    def __init__(
+        self, program: Program, step: SegmentStep, segment: CompiledSegment, size: int, bucket: int
+    ) -> None:
+        self.program, self.step, self.segment = program, step, segment
+        self.size, self.bucket = size, bucket
+        specs = program.split.specs
+        self.specs = [specs[item.slot] if isinstance(item, Ref) else None for item in step.inputs]
+        self.outputs = [specs[slot] for slot in step.outputs]
+
+    def has_derived_sizes(self) -> bool:
+        return any(
+            spec is not None and spec.is_derived(self.program.token) for spec in self.specs + self.outputs
+        )
+
+    def disagrees(self, values: Sequence[Any], tails: Sequence[MakeTail]) -> bool:
+        """Live rows of the padded run differ from the exact one's, on inputs of `size` tokens."""
+        exact, padded = self.padded(values, self.size, tails), self.padded(values, self.bucket, tails)
+        expected = self.segment.at(self.size)(*exact)
+        found = self.segment.at(self.bucket)(*padded)
+        for index in self.segment.facts.written:
+            spec = self.specs[index]
+            if spec is not None and not agree(
+                exact[index], narrow(padded[index], spec, self.program, self.size)
+            ):
+                return True
+        for index, (spec, want, got) in enumerate(zip(self.outputs, expected, found, strict=True)):
+            assert spec is not None
+            known = index not in self.segment.facts.uninitialised
+            if known and not agree(want, narrow(got, spec, self.program, self.size)):
+                return True
+        return False
+
+    def narrowed(self, inputs: Sequence[Any]) -> list[Any]:
+        """The first `size` tokens of live inputs."""
+        return [
+            value if spec is None else narrow(value, spec, self.program, self.size)
+            for spec, value in zip(self.specs, inputs, strict=True)
+        ]
+
+    def tells_rows_apart(self, live: Sequence[Any]) -> bool:
+        """Some per-token input has more than one legal value (true where there is none at all)."""
+        counting = [value for value, per_token in self._tensors(live) if per_token]
+        return not counting or any(_legal_range(value) != (0, 0) for value in counting)
+
+    def drawn(
+        self, live: Sequence[Any], upper: bool, float_tail: MakeTail, *, draw_weights: bool
+    ) -> tuple[list[Any], list[MakeTail]]:
+        """Random inputs and their tails (Note [Proof instead of analysis])."""
+        values, tails = list(live), [float_tail] * len(live)
+        for index, (spec, value) in enumerate(zip(self.specs, live, strict=True)):
+            if spec is None:
+                continue
+            per_token = bool(spec.token_dims(self.program.token))
+            if value.is_floating_point():
+                if (per_token or draw_weights) and not self.segment.facts.floats_become_integers:
+                    values[index] = _random_floats(value, seed=index)
+            elif per_token:
+                low, high = _legal_range(value)
+                middle = (low + high + 1) // 2
+                halves = (low, middle - 1), (middle, high)
+                values[index] = _random_integers(value, *halves[upper], seed=index)
+                tail_low, tail_high = halves[not upper]
+                tails[index] = partial(_random_integers, low=tail_low, high=tail_high, seed=index)
+        return values, tails
+
+    def _tensors(self, live: Sequence[Any]) -> Iterator[tuple[Tensor, bool]]:
+        for spec, value in zip(self.specs, live, strict=True):
+            if spec is not None:
+                yield value, bool(spec.token_dims(self.program.token))
+
+    def padded(self, values: Sequence[Any], size: int, tails: Sequence[MakeTail]) -> list[Any]:
+        """Inputs as a call of `size` tokens has them, in storage of their own where the segment may write."""
+        made: list[Any] = []
+        sizes = self.program.sizes_at(size)
+        for index, (item, spec, value) in enumerate(zip(self.step.inputs, self.specs, values, strict=True)):
+            if spec is None:
+                made.append(evaluate(item.expr, sizes) if isinstance(item, Size) else value)
+            elif spec.token_dims(self.program.token):
+                made.append(spec.empty(sizes))
+                casts = self.segment.facts.floats_become_integers and value.is_floating_point()
+                make_tail = _copies if casts else tails[index]
+                overwrite(made[-1], self._grow(value, spec, size - self.size, make_tail))
+            else:
+                made.append(value.clone() if index in self.segment.facts.written else value)
+        return made
+
+    def _grow(self, tensor: Tensor, spec: TensorSpec, extra: int, make_tail: MakeTail) -> Tensor:
+        """Append `extra` rows made from live ones in every token dimension."""
+        for dim in spec.token_dims(self.program.token) if extra else ():
+            rows = torch.arange(extra, device=tensor.device) % tensor.shape[dim]
+            tail = make_tail(tensor.index_select(dim, rows.flip(0)))
+            tensor = torch.cat([tensor, tail], dim)
+        return tensor
+
+
+def _copies(rows: Tensor) -> Tensor:
+    return rows
+
+
+def _first_tail(rows: Tensor) -> Tensor:
+    return rows.fill_(float("nan")) if rows.is_floating_point() else torch.zeros_like(rows)
+
+
+def _second_tail(rows: Tensor) -> Tensor:
+    return rows * -3.0 + 1.0 if rows.is_floating_point() else rows
+
+
+def _legal_range(value: Tensor) -> tuple[int, int]:
+    """Integers that the model takes for certain: up to a live one, every one is. (0, 0) when only 0 is."""
+    if value.is_floating_point() or value.dtype == torch.bool:
+        return 0, 1
+    low, high = int(value.min()), int(value.max())
+    return min(low, 0), max(high, 0)
+
+
+def _random_integers(like: Tensor, low: int, high: int, seed: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(seed)
+    drawn = torch.randint(low, max(low, high) + 1, like.shape, generator=generator, device=like.device)
+    return drawn.to(like.dtype)
+
+
+def _random_floats(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(seed)
+    fan_in = like.shape[-1] if like.ndim > 1 else 1  # keeps products of weights near 1
+    noise = torch.randn(like.shape, generator=generator, device=like.device, dtype=_noise_dtype(like))
+    return (noise * fan_in**-0.5).to(like.dtype)
+
+
+def _noise_dtype(like: Tensor) -> torch.dtype:
+    return like.dtype if like.dtype in TOLERANCE else torch.float32  # float8 cannot be drawn

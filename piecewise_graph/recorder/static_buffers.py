@@ -1,0 +1,141 @@
+"""Owned input buffers: what a caller passes is copied to where the captured graphs read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piecewise_graph import _torch
+from piecewise_graph.compiler.program import Program
+from piecewise_graph.sizes import TensorSpec, overwrite
+
+
+def narrow(tensor: Tensor, spec: TensorSpec, program: Program, num_tokens: int) -> Tensor:
+    """The first `num_tokens` of every token dimension of a padded tensor."""
+    for dim in spec.token_dims(program.token):
+        tensor = tensor.narrow(dim, 0, num_tokens)
+    return tensor
+
+
+def tails(tensor: Tensor, spec: TensorSpec, program: Program, num_tokens: int) -> list[Tensor]:
+    """The padded parts of `tensor`: what lies past `num_tokens`, one view per token dimension."""
+    return [
+        tensor.narrow(dim, num_tokens, tensor.shape[dim] - num_tokens)
+        for dim in spec.token_dims(program.token)
+        if tensor.shape[dim] > num_tokens
+    ]
+
+
+class FlatBuffers:
+    """Storage by the element, reused between values whose lifetimes do not overlap.
+
+    A view of any layout is laid over it, so that one buffer serves every bucket contiguously: a
+    `[B, T]` tensor narrowed in its second dimension would not be.
+    """
+
+    def __init__(self) -> None:
+        self._all: list[Tensor] = []
+        self._free: list[Tensor] = []
+
+    def restart(self) -> None:
+        """Every buffer may be taken again (another bucket is being recorded)."""
+        self._free = list(self._all)
+
+    def take(self, spec: TensorSpec, shape: Sequence[int], stride: Sequence[int], numel: int) -> Tensor:
+        """A tensor of this layout over the smallest free buffer that fits, zeroed when it is new."""
+        fitting = [
+            flat
+            for flat in self._free
+            if flat.dtype == spec.dtype and flat.device == spec.device and flat.numel() >= numel
+        ]
+        if fitting:
+            flat = min(fitting, key=Tensor.numel)
+            self._free = [other for other in self._free if other is not flat]
+        else:
+            with torch.inference_mode(False):  # else only inference-mode callers could write it
+                flat = torch.zeros(max(numel, 1), dtype=spec.dtype, device=spec.device)
+            self._all.append(flat)
+        return flat.as_strided(tuple(shape), tuple(stride))
+
+    def give_back(self, view: Tensor) -> None:
+        self._free.extend(flat for flat in self._all if flat.data_ptr() == view.data_ptr())
+
+    def bytes(self) -> int:
+        return sum(flat.numel() * flat.element_size() for flat in self._all)
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """How one call's activations reach the buffers of a bucket, for one token count.
+
+    Attributes:
+        indices, destinations: arguments and where they go, in one launch.
+        expanded: the same for arguments with a dimension of stride 0, one by one.
+        padding: what lies past the live tokens.
+    """
+
+    indices: tuple[int, ...]
+    destinations: list[Tensor]
+    expanded: tuple[tuple[int, Tensor], ...]
+    padding: list[Tensor]
+
+    def fill(self, args: Sequence[Any]) -> None:
+        """Copy in, then zero the tail: zeros are legal indices, and they keep NaN out of padded ops."""
+        if self.destinations:
+            torch._foreach_copy_(self.destinations, [args[index] for index in self.indices])
+        for index, destination in self.expanded:
+            overwrite(destination, args[index])
+        if self.padding:
+            torch._foreach_zero_(self.padding)
+
+
+class StaticInputs:
+    """The buffers of one trace, large enough for its largest bucket."""
+
+    def __init__(self, program: Program, largest: int) -> None:
+        self._program = program
+        self._flat: dict[int, Tensor] = {}
+        sizes = program.sizes_at(largest)
+        for index, given in enumerate(program.split.inputs):
+            if given.spec is not None and not given.bound:
+                flat = FlatBuffers().take(given.spec, *_extent(given.spec.storage_numel(sizes)))
+                self._flat[index] = flat
+
+    def view(self, index: int, bucket: int) -> Tensor:
+        """Argument `index` as the graphs of `bucket` read it."""
+        spec, sizes = self._spec(index), self._program.sizes_at(bucket)
+        return self._flat[index].as_strided(spec.shape_at(sizes), spec.stride_at(sizes))
+
+    def plan(self, bucket: int, num_tokens: int) -> CopyPlan:
+        plain: dict[int, Tensor] = {}
+        expanded: list[tuple[int, Tensor]] = []
+        padding: list[Tensor] = []
+        for index in self._flat:
+            view, spec = self.view(index, bucket), self._spec(index)
+            live = narrow(view, spec, self._program, num_tokens)
+            if 0 in view.stride():  # an expanded argument: copy_ and zero_ refuse to write one place twice
+                expanded.append((index, live))
+            else:
+                plain[index] = live
+                padding += tails(view, spec, self._program, num_tokens)
+        return CopyPlan(tuple(plain), list(plain.values()), tuple(expanded), padding)
+
+    def storages(self) -> set[int]:
+        """Ids of the buffers' storages."""
+        return {_torch.storage_id(flat) for flat in self._flat.values()}
+
+    def bytes(self) -> int:
+        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+
+    def _spec(self, index: int) -> TensorSpec:
+        spec = self._program.split.inputs[index].spec
+        assert spec is not None
+        return spec
+
+
+def _extent(numel: int) -> tuple[tuple[int], tuple[int], int]:
+    return (numel,), (1,), numel

@@ -1,0 +1,156 @@
+"""ReplayTape: one bucket as a flat list of zero-argument calls.
+
+Everything that a forward does between its first copy and its last is bound here beforehand: graph
+replays as they are, splitting ops with their arguments narrowed to the token count. The views for one
+token count are made once and kept, because a slice costs more host time than a graph replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from piecewise_graph.compiler.program import Program
+from piecewise_graph.recorder.static_buffers import CopyPlan, StaticInputs, narrow
+from piecewise_graph.sizes import evaluate, overwrite
+from piecewise_graph.splitter.split_graph import Ref, Size, resolve
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class LateCall:
+    """What runs between graphs: a splitting op, or a segment that must not be padded.
+
+    Attributes:
+        target: called as `target(*args, **kwargs)`; Ref and Size stand nested in both.
+        outputs: (index into the result or None, slot of the buffer that it is copied to).
+        padded: it takes the bucket's full size.
+        bind: see SplittingOp.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[tuple[int | None, int], ...]
+    padded: bool
+    bind: Callable[..., Call] | None = None
+
+
+@dataclass(frozen=True)
+class BoundTape:
+    """A tape bound to one token count.
+
+    Attributes:
+        copy_in: brings the caller's activations to the static inputs.
+        calls: the forward.
+        outputs: per graph output a view of a static tensor, or a value that is no tensor of ours.
+        unpadded: see ReplayTape.
+    """
+
+    copy_in: CopyPlan
+    calls: tuple[Call, ...]
+    outputs: tuple[Any, ...]
+    unpadded: Mapping[str, int]
+
+
+@dataclass
+class ReplayTape:
+    """The captured graphs of one bucket.
+
+    Attributes:
+        bucket: token count that the graphs were captured for.
+        entries: zero-argument replays, and LateCalls that are bound per token count.
+        values: slot -> static tensor (weak aliases where the pool owns the memory).
+        proven: every captured segment was shown to tolerate padding.
+        unpadded: reason -> number of segments that run uncaptured because they do not.
+        keep: storages that graphs read by address and nobody else may free.
+        graphs: how many were captured.
+    """
+
+    program: Program
+    bucket: int
+    entries: tuple[Call | LateCall, ...]
+    values: Mapping[int, Tensor]
+    inputs: StaticInputs
+    proven: bool
+    unpadded: Mapping[str, int]
+    keep: tuple[Any, ...]
+    graphs: int
+    _bound: dict[int, BoundTape] = field(default_factory=dict)
+
+    def bind(self, num_tokens: int) -> BoundTape:
+        """The calls for `num_tokens` live tokens; made once per count."""
+        bound = self._bound.get(num_tokens)
+        if bound is None:
+            calls = tuple(
+                self._bind_late(entry, num_tokens) if isinstance(entry, LateCall) else entry
+                for entry in self.entries
+            )
+            outputs = tuple(resolve(self.program.split.outputs, lambda item: self._output(item, num_tokens)))
+            bound = BoundTape(self.inputs.plan(self.bucket, num_tokens), calls, outputs, self.unpadded)
+            self._bound[num_tokens] = bound
+        return bound
+
+    def _bind_late(self, late: LateCall, num_tokens: int) -> Call:
+        size = self.bucket if late.padded else num_tokens
+
+        def bound(item: Ref | Size) -> Any:
+            return self._view(item.slot, size) if isinstance(item, Ref) else self._integer(item, size)
+
+        args, kwargs = resolve(late.args, bound), resolve(late.kwargs, bound)
+        if late.bind is not None:
+            call = late.bind(*args, **kwargs, num_tokens=num_tokens)
+        else:
+            call = partial(late.target, *args, **kwargs)
+        if not late.outputs:
+            return call
+        return partial(
+            _call_into, call, tuple((element, self._view(slot, size)) for element, slot in late.outputs)
+        )
+
+    def _output(self, item: Ref | Size, num_tokens: int) -> Any:
+        if isinstance(item, Size):
+            return self._integer(item, num_tokens)
+        if item.slot < len(self.program.split.inputs):
+            return item  # the caller gets its own argument back
+        return self._view(item.slot, num_tokens)
+
+    def _integer(self, item: Size, num_tokens: int) -> int:
+        return evaluate(item.expr, self.program.sizes_at(num_tokens))
+
+    def _view(self, slot: int, num_tokens: int) -> Tensor:
+        value, spec = self.values[slot], self.program.split.specs[slot]
+        assert spec is not None
+        return value if num_tokens == self.bucket else narrow(value, spec, self.program, num_tokens)
+
+
+def _call_into(call: Call, destinations: tuple[tuple[int | None, Tensor], ...]) -> None:
+    result = call()
+    for element, destination in destinations:
+        overwrite(destination, result if element is None else result[element])
+
+
+def own_outputs(program: Program, outputs: Sequence[Any], args: Sequence[Any], *, copy: bool) -> list[Any]:
+    """A bound tape's outputs as the caller gets them.
+
+    Args:
+        args: the call's arguments; an output may be one of them.
+        copy: the caller owns what it gets.
+    """
+    return [
+        _argument(program, value, args)
+        if isinstance(value, Ref)
+        else value.clone()
+        if copy and isinstance(value, Tensor)
+        else value
+        for value in outputs
+    ]
+
+
+def _argument(program: Program, item: Ref, args: Sequence[Any]) -> Any:
+    return args[item.slot] if item.slot < len(args) else program.split.inputs[item.slot].constant

@@ -1,0 +1,153 @@
+"""Symbolic sizes: what a tensor's shape is at a token count, and for which calls a trace is valid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from piecewise_graph import _torch
+
+Sizes = Mapping[sympy.Symbol, int]
+Range = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """dtype, device and symbolic layout of a tensor that flows between steps."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[sympy.Expr, ...]
+    stride: tuple[sympy.Expr, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        shape = tuple(_torch.expression(size) for size in tensor.shape)
+        stride = tuple(_torch.expression(step) for step in tensor.stride())
+        return cls(tensor.dtype, tensor.device, shape, stride)
+
+    def token_dims(self, token: sympy.Symbol | None) -> tuple[int, ...]:
+        """Dimensions that are exactly the token count: those that can be narrowed."""
+        return tuple(dim for dim, size in enumerate(self.shape) if size == token)
+
+    def is_derived(self, token: sympy.Symbol | None) -> bool:
+        """Some size depends on the token count without being it (B*T, T+1): not narrowable."""
+        return any(size != token and token in size.free_symbols for size in self.shape)
+
+    def shape_at(self, sizes: Sizes) -> tuple[int, ...]:
+        return tuple(evaluate(size, sizes) for size in self.shape)
+
+    def stride_at(self, sizes: Sizes) -> tuple[int, ...]:
+        return tuple(evaluate(step, sizes) for step in self.stride)
+
+    def storage_numel(self, sizes: Sizes) -> int:
+        """Elements that a buffer of this layout spans."""
+        shape, stride = self.shape_at(sizes), self.stride_at(sizes)
+        if 0 in shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+    def empty(self, sizes: Sizes) -> Tensor:
+        return torch.empty_strided(
+            self.shape_at(sizes), self.stride_at(sizes), dtype=self.dtype, device=self.device
+        )
+
+
+def same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
+    """Strides are equal where they matter: in dimensions of more than one element."""
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return all(found == wanted for size, found, wanted in pairs if size > 1)
+
+
+def evaluate(expr: sympy.Expr, sizes: Sizes) -> int:
+    """The integer value of a size expression."""
+    if expr.is_Integer:
+        return int(expr)
+    value = sizes.get(expr)  # most expressions are the token symbol itself
+    return int(substitute(expr, sizes)) if value is None else value
+
+
+def substitute(expr: sympy.Basic, sizes: Sizes) -> sympy.Basic:
+    return expr.xreplace({symbol: sympy.Integer(value) for symbol, value in sizes.items()})
+
+
+def is_scalar(value: Any) -> bool:
+    """Integers, sizes, symbolic floats and booleans, and tuples of them."""
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(map(is_scalar, value))
+    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def overwrite(destination: Tensor, source: Tensor) -> None:
+    """`destination.copy_(source)`, where `destination` may be expanded (a dimension of stride 0).
+
+    copy_ refuses to write one memory location twice; the first of equal elements is enough.
+    """
+    for dim, (size, step) in enumerate(zip(destination.shape, destination.stride(), strict=True)):
+        if step == 0 and size > 1:
+            destination, source = destination.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    destination.copy_(source)
+
+
+@dataclass(frozen=True)
+class ShapeContract:
+    """For which arguments a trace is valid, as far as sizes go (Note [One trace] in frontend/compile.py).
+
+    Attributes:
+        symbols: the size symbols of the trace, the token symbol first where there is one.
+        sources: where each symbol's value is read: (argument index, dim), dim None for an int argument.
+        dims: (argument index, dim, expression) of every symbolic size of an argument.
+        guards: conditions over the symbols that the trace relies on.
+        ranges: (lowest, highest) of each symbol, None where unbounded.
+        names: argument names, for messages.
+    """
+
+    symbols: tuple[sympy.Symbol, ...]
+    sources: tuple[tuple[int, int | None], ...]
+    dims: tuple[tuple[int, int, sympy.Expr], ...]
+    guards: tuple[sympy.Basic, ...]
+    ranges: tuple[Range, ...]
+    names: tuple[str, ...]
+
+    def read_sizes(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        """The value of each symbol in this call."""
+        return {
+            symbol: args[index] if dim is None else args[index].shape[dim]
+            for symbol, (index, dim) in zip(self.symbols, self.sources, strict=True)
+        }
+
+    def dim_violation(self, args: Sequence[Any], sizes: Sizes) -> str | None:
+        """Which argument has another size than the trace says it has at `sizes`; None when all agree."""
+        for index, dim, expr in self.dims:
+            found, expected = args[index].shape[dim], evaluate(expr, sizes)
+            if found != expected:
+                return f"{self.names[index]} has size {found} in dimension {dim}, the trace needs {expected}"
+        return None
+
+    def size_violation(self, sizes: Sizes) -> str | None:
+        """Why the trace is not valid at `sizes` (a call's or a bucket's); None when it is."""
+        for symbol, (low, high) in zip(self.symbols, self.ranges, strict=True):
+            value = sizes[symbol]
+            if (low is not None and value < low) or (high is not None and value > high):
+                return f"{value} tokens are outside of {range_text((low, high))} of this trace"
+        for guard in self.guards:
+            if substitute(guard, sizes) == sympy.false:
+                return f"the trace relies on {guard}, which {dict(sizes)} does not meet"
+        return None
+
+
+def range_text(bounds: Range) -> str:
+    """`2 to 32 tokens`, `1 tokens and more`."""
+    low, high = bounds
+    return f"{low} tokens and more" if high is None else f"{low} to {high} tokens"
+
+
+def relaxed_range(bounds: Range) -> Range:
+    """Let a range that starts at 2 only because torch assumes so start at 1 (pg.compile checks that)."""
+    low, high = bounds
+    return (1, high) if low == 2 else bounds

@@ -1,0 +1,15 @@
+"""Readable names of the arguments of a traced graph."""
+
+from __future__ import annotations
+
+import re
+
+# Where a placeholder of a graph that stands for several weights keeps its name.
+MERGED_NAME = "piecewise_merged_name"
+
+
+def readable_source(source: str) -> str:
+    """`L['self']._modules['lm_head']._parameters['weight']` -> `self.lm_head.weight`."""
+    source = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", source)
+    source = re.sub(r"^[LG]\['([^']+)'\]", r"\1", source)
+    return re.sub(r"^(?:kwargs|args)\['([^']+)'\]", r"\1", source)

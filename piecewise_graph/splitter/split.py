@@ -1,0 +1,331 @@
+"""FX graph -> SplitGraph: cut a Dynamo graph at its splitting ops, in program order.
+
+Note [Cutting before functionalization]
+The cut is made in Dynamo's graph, not after AOTAutograd. A splitting op is still one node there, with
+its real arguments; after functionalization an op that writes its arguments becomes a functional twin
+whose outputs have to be threaded back by hand. In-place ops, views and modes are still in the graph
+in exchange; `compiler/facts.py` looks at what each segment really does.
+
+Note [Sizes enter, and never leave, a segment]
+`x.size()`, `x.shape[0] // 2` and the like are nodes too. A torch.Size that leaves a segment breaks
+AOTAutograd, and an integer needs no segment to be known. So no integer is computed inside a segment:
+each one that it uses is an argument, made from its symbolic expression by whoever calls it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from piecewise_graph import _torch
+from piecewise_graph.sizes import TensorSpec, is_scalar
+from piecewise_graph.splitter.source_names import MERGED_NAME, readable_source
+from piecewise_graph.splitter.split_graph import (
+    Input,
+    OpCall,
+    OpStep,
+    Ref,
+    SegmentStep,
+    Size,
+    SplitGraph,
+    Step,
+)
+from piecewise_graph.splitter.splitting_ops import leaked_op, may_write, op_overload, splitting_op_of
+
+
+class Unsplittable(Exception):
+    """The graph cannot be cut; carries the fallback reason. Never reaches a user."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass
+class _Group:
+    """Nodes between two cuts, or the adjacent splitting ops of one cut."""
+
+    is_ops: bool
+    nodes: list[Node] = field(default_factory=list)
+
+
+def split(gm: GraphModule) -> SplitGraph:
+    """Cut `gm` at every registered splitting op.
+
+    Raises:
+        Unsplittable: with the reason for which the graph has to stay whole.
+    """
+    _refuse_hidden_ops(gm)
+    groups, home = _group_nodes(gm)
+    _refuse_open_modes(groups, home)
+    return _Lowering(gm, groups, home).run()
+
+
+def _group_nodes(gm: GraphModule) -> tuple[list[_Group], dict[Node, _Group]]:
+    groups: list[_Group] = []
+    home: dict[Node, _Group] = {}
+    dropped = _torch.droppable_functions()
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr") or _is_scalar(node):
+            continue
+        if node.op == "call_function" and node.target in dropped:
+            continue
+        is_ops = splitting_op_of(node) is not None
+        if _is_element(node):
+            group = home[_owner(node)]  # an element stays with the tuple that holds it
+        elif groups and groups[-1].is_ops == is_ops:
+            group = groups[-1]
+        else:
+            group = _Group(is_ops)
+            groups.append(group)
+        group.nodes.append(node)
+        home[node] = group
+    return groups, home
+
+
+def _is_scalar(node: Node) -> bool:
+    """Integers, sizes, symbolic floats and booleans, and tuples of them: no segment owns them."""
+    return is_scalar(_torch.example_value(node))
+
+
+def _is_element(node: Node) -> bool:
+    """`t[i]` of a node that returned a tuple of tensors."""
+    return (
+        node.target is operator.getitem
+        and isinstance(node.args[0], Node)
+        and isinstance(_torch.example_value(node.args[0]), (tuple, list))
+    )
+
+
+def _owner(element: Node) -> Node:
+    owner = element.args[0]
+    assert isinstance(owner, Node)
+    return owner
+
+
+def _index(element: Node) -> int:
+    index = element.args[1]
+    assert isinstance(index, int)
+    return index
+
+
+def _refuse_hidden_ops(gm: GraphModule) -> None:
+    """A splitting op in the body of a higher-order op would be captured with it."""
+    names = [str(node.target) for node in gm.graph.nodes if node.op == "get_attr"]
+    for inner in _torch.inner_graphs(gm, names):
+        for node in inner.graph.nodes:
+            if splitting_op_of(node) is not None:
+                raise Unsplittable("splitting_op_inside_higher_order_op")
+        _refuse_hidden_ops(inner)
+
+
+def _refuse_open_modes(groups: list[_Group], home: dict[Node, _Group]) -> None:
+    """An autocast region has to begin and end in one segment."""
+    enter, leave = _torch.autocast_functions()
+    for group in groups:
+        entered = {node for node in group.nodes if node.target is enter}
+        left = {node.args[0] for node in group.nodes if node.target is leave}
+        if entered != left:
+            raise Unsplittable("autocast_region_crosses_a_cut")
+
+
+class _Lowering:
+    """One pass over the groups: gives tensors their slots and groups their steps."""
+
+    def __init__(self, gm: GraphModule, groups: list[_Group], home: dict[Node, _Group]) -> None:
+        self.gm, self.groups, self.home = gm, groups, home
+        self.inputs: list[Input] = []
+        self.specs: list[TensorSpec | None] = []
+        self.storages: list[int | None] = []
+        self.slots: dict[Node, int] = {}
+        self.symbols: set[sympy.Symbol] = set()
+
+    def run(self) -> SplitGraph:
+        nodes = list(self.gm.graph.nodes)
+        for op in ("placeholder", "get_attr"):
+            for node in nodes:
+                if node.op == op:
+                    self._add_input(node)
+        steps: list[Step] = []
+        for group in self.groups:
+            step = self._op_step(group) if group.is_ops else self._segment_step(group, len(steps))
+            if step is not None:
+                steps.append(step)
+        outputs = map_arg(nodes[-1].args[0], self._value)
+        computed = (node for group in self.groups if not group.is_ops for node in group.nodes)
+        leaks = tuple(name for name in map(leaked_op, computed) if name)
+        return SplitGraph(
+            tuple(self.inputs), tuple(self.specs), tuple(self.storages), tuple(steps), tuple(outputs), leaks
+        )
+
+    def _add_input(self, node: Node) -> None:
+        value = _torch.example_value(node)
+        constant = None
+        if node.op == "get_attr":
+            constant = _attribute(self.gm, str(node.target))
+            if not isinstance(constant, Tensor):
+                return  # the body of a higher-order op: copied into the segment that calls it
+            value = constant if value is None else value
+        name, of_module = _torch.placeholder_source(node)
+        merged = MERGED_NAME in node.meta
+        spec = TensorSpec.of(value) if isinstance(value, Tensor) else None
+        symbol = None
+        if isinstance(value, torch.SymInt) and _torch.expression(value).is_Symbol:
+            symbol = _torch.expression(value)
+            self.symbols.add(symbol)
+        bound = of_module or merged or constant is not None or isinstance(value, torch.nn.Parameter)
+        if spec is not None:
+            self.symbols.update(*(size.free_symbols for size in spec.shape))
+        self.slots[node] = len(self.inputs)
+        name = node.meta.get(MERGED_NAME) or readable_source(name)
+        self.inputs.append(Input(name, spec, bound, constant, symbol, merged))
+        self._add_spec(value if isinstance(value, Tensor) else None)
+
+    def _new_slot(self, node: Node) -> int:
+        value = _torch.example_value(node)
+        if not isinstance(value, Tensor):
+            several = isinstance(value, (tuple, list))
+            raise Unsplittable("a_tuple_crosses_a_cut" if several else "an_effect_crosses_a_cut")
+        self.slots[node] = len(self.specs)
+        self._add_spec(value)
+        return self.slots[node]
+
+    def _add_spec(self, value: Tensor | None) -> None:
+        self.specs.append(None if value is None else TensorSpec.of(value))
+        self.storages.append(None if value is None else _torch.storage_id(value))
+
+    def _value(self, node: Node) -> Any:
+        """What stands for `node` outside of the group that made it."""
+        if node in self.slots and self.specs[self.slots[node]] is not None:
+            return Ref(self.slots[node])
+        return self._scalar(_torch.example_value(node))
+
+    def _scalar(self, value: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            expr = _torch.expression(value)
+            if not expr.free_symbols <= self.symbols:
+                raise Unsplittable("data_dependent_size")
+            return Size(expr) if expr.free_symbols else int(expr)
+        if isinstance(value, (tuple, list)):
+            return tuple(self._scalar(item) for item in value)
+        if isinstance(value, (int, float)):
+            return value
+        raise Unsplittable(
+            "a_symbolic_float_crosses_a_cut" if value is not None else "an_effect_crosses_a_cut"
+        )
+
+    def _op_step(self, group: _Group) -> OpStep:
+        elements: dict[Node, list[Node]] = {}
+        for node in group.nodes:
+            if _is_element(node):
+                elements.setdefault(_owner(node), []).append(node)
+        calls = [node for node in group.nodes if not _is_element(node)]
+        return OpStep(tuple(self._op_call(node, elements.get(node, [])) for node in calls))
+
+    def _op_call(self, node: Node, elements: list[Node]) -> OpCall:
+        args, kwargs = map_arg(node.args, self._value), map_arg(dict(node.kwargs), self._value)
+        outputs: tuple[tuple[int | None, int], ...] = ()
+        if elements:
+            outputs = tuple((_index(element), self._new_slot(element)) for element in elements)
+        elif isinstance(_torch.example_value(node), Tensor):
+            outputs = ((None, self._new_slot(node)),)
+        elif any(not _is_element(user) for user in node.users):
+            raise Unsplittable("a_tuple_crosses_a_cut")
+        op = splitting_op_of(node)
+        assert op is not None and callable(node.target)
+        # One resolved overload dispatches faster than a packet, and Python builtins stay as they are.
+        packet = isinstance(node.target, _torch.OpOverloadPacket)
+        target = (op_overload(node.target) if packet else None) or node.target
+        return OpCall(op, target, tuple(args), dict(kwargs), outputs)
+
+    def _segment_step(self, group: _Group, position: int) -> SegmentStep | None:
+        inside = set(group.nodes)
+        leaving = [n for n in group.nodes if any(self._is_outside(user, inside) for user in n.users)]
+        writes = any(may_write(node) for node in group.nodes)
+        if not leaving and not writes:
+            return None
+        builder = _SegmentBuilder(self, group)
+        gm = builder.build(leaving)
+        return SegmentStep(position, gm, tuple(builder.inputs), tuple(self._new_slot(n) for n in leaving))
+
+    def _is_outside(self, user: Node, inside: set[Node]) -> bool:
+        return user not in inside and not _is_scalar(user)
+
+
+class _SegmentBuilder:
+    """Copies a group's nodes into a graph of its own, with names that equal layers share.
+
+    Node names are left to FX and placeholders are numbered, so that equal layers print the same graph
+    and Inductor's on-disk cache finds them too. Nodes keep the values that Dynamo saw: AOTAutograd stores
+    and finds a graph only if it can tell that methods are those of tensors.
+    """
+
+    def __init__(self, lowering: _Lowering, group: _Group) -> None:
+        self.lowering, self.group = lowering, group
+        self.graph = Graph()
+        self.root: dict[str, Any] = {}
+        self.copied: dict[Node, Any] = {}
+        self.placeholders: dict[Any, Node] = {}
+        self.inputs: list[Ref | Size] = []
+
+    def build(self, leaving: list[Node]) -> GraphModule:
+        for node in self.group.nodes:
+            self._copy(node)
+        self.graph.output(tuple(self.copied[node] for node in leaving))
+        return GraphModule(self.root, self.graph, class_name="Segment")
+
+    def _copy(self, node: Node) -> Node:
+        args = map_arg(node.args, self._operand)
+        kwargs = map_arg(dict(node.kwargs), self._operand)
+        new = self.graph.create_node(node.op, node.target, tuple(args), dict(kwargs))
+        new.meta["example_value"] = _torch.example_value(node)
+        self.copied[node] = new
+        return new
+
+    def _operand(self, node: Node) -> Any:
+        if node in self.copied:
+            return self.copied[node]
+        if node.op == "get_attr" and node not in self.lowering.slots:
+            return self._copy_attribute(node)
+        value = _torch.example_value(node)
+        if isinstance(value, (torch.SymFloat, torch.SymBool)):
+            return self._copy(node)  # computed anew wherever it is used, from sizes
+        return self._enter(self.lowering._value(node), value)
+
+    def _enter(self, outer: Any, value: Any) -> Any:
+        """Make an outer value an argument of the segment; constants stay constants."""
+        if isinstance(outer, tuple):
+            return tuple(self._enter(item, part) for item, part in zip(outer, value, strict=True))
+        if not isinstance(outer, (Ref, Size)):
+            return outer
+        if outer not in self.placeholders:
+            placeholder = self._placeholder(f"a{len(self.inputs)}")
+            placeholder.meta["example_value"] = value
+            self.placeholders[outer] = placeholder
+            self.inputs.append(outer)
+        return self.placeholders[outer]
+
+    def _placeholder(self, name: str) -> Node:
+        """Placeholders stand first in a graph, in the order in which they were made."""
+        body = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
+        if body is None:
+            return self.graph.placeholder(name)
+        with self.graph.inserting_before(body):
+            return self.graph.placeholder(name)
+
+    def _copy_attribute(self, node: Node) -> Node:
+        name = str(node.target)
+        self.root[name] = _attribute(self.lowering.gm, name)
+        self.copied[node] = self.graph.get_attr(name)
+        return self.copied[node]
+
+
+def _attribute(gm: GraphModule, target: str) -> Any:
+    return operator.attrgetter(target)(gm)

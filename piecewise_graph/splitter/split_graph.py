@@ -1,0 +1,149 @@
+"""What splitting produces: steps over numbered values. Plain data, made once, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from torch import Tensor
+from torch.fx import GraphModule
+
+from piecewise_graph.sizes import TensorSpec
+from piecewise_graph.splitter.splitting_ops import SplittingOp
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The tensor in value slot `slot`."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """An integer that depends on the trace's size symbols."""
+
+    expr: sympy.Expr
+
+
+@dataclass(frozen=True)
+class Input:
+    """One argument of the traced graph, in Dynamo's order; tensors take the slot of their index.
+
+    Attributes:
+        name: the source as a person writes it, `self.model.embed_tokens.weight` or `input_ids`.
+        spec: layout of a tensor; None for an integer.
+        bound: read at a fixed address (weights, buffers, constants) rather than copied in.
+        constant: the tensor itself, where the graph and not the caller holds it.
+        symbol: the size symbol of an integer argument.
+        merged: several arguments as one tensor (merged_weights.py); it follows the trace's own arguments.
+    """
+
+    name: str
+    spec: TensorSpec | None
+    bound: bool
+    constant: Tensor | None = None
+    symbol: sympy.Symbol | None = None
+    merged: bool = False
+
+
+@dataclass(frozen=True)
+class SegmentStep:
+    """A compute segment: `gm(*inputs)` returns one tensor per slot of `outputs`."""
+
+    index: int
+    gm: GraphModule
+    inputs: tuple[Ref | Size, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One call of a splitting op; Ref and Size stand nested in `args` and `kwargs`.
+
+    Attributes:
+        outputs: (index into the returned tuple, or None for a lone tensor; slot) of results that are used.
+    """
+
+    op: SplittingOp
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[tuple[int | None, int], ...]
+
+
+@dataclass(frozen=True)
+class OpStep:
+    """Adjacent splitting ops, run between segments."""
+
+    calls: tuple[OpCall, ...]
+
+
+Step = SegmentStep | OpStep
+
+
+@dataclass(frozen=True)
+class SplitGraph:
+    """The traced graph as steps.
+
+    Attributes:
+        inputs: arguments, then constants that the graph holds.
+        specs: layout of the tensor in each slot; None for slots of integers.
+        storages: a number per slot; tensors with the same number share a storage.
+        outputs: per graph output a Ref, a Size or a constant.
+        leaks: attention-like or mutating ops that were left inside a segment.
+    """
+
+    inputs: tuple[Input, ...]
+    specs: tuple[TensorSpec | None, ...]
+    storages: tuple[int | None, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[Any, ...]
+    leaks: tuple[str, ...]
+
+    @property
+    def segments(self) -> tuple[SegmentStep, ...]:
+        return tuple(step for step in self.steps if isinstance(step, SegmentStep))
+
+    @property
+    def op_calls(self) -> tuple[OpCall, ...]:
+        return tuple(call for step in self.steps if isinstance(step, OpStep) for call in step.calls)
+
+    def arguments_sharing_storage(self, slots: Iterable[int]) -> list[Input]:
+        """The arguments that lie, wholly or as a view, in the storages of `slots`."""
+        written = {self.storages[slot] for slot in slots}
+        tensors = (i for i, given in enumerate(self.inputs) if given.spec is not None)
+        return [self.inputs[index] for index in tensors if self.storages[index] in written]
+
+    def slots_outside_segments(self) -> list[int]:
+        """Tensors that splitting ops or the caller see (a caller's own argument, handed back, apart)."""
+        handed_back = (slot for slot in references(self.outputs) if slot >= len(self.inputs))
+        calls = (slot for call in self.op_calls for slot in references((call.args, call.kwargs)))
+        return [*handed_back, *calls, *(slot for call in self.op_calls for _, slot in call.outputs)]
+
+
+def resolve(structure: Any, replace: Callable[[Ref | Size], Any]) -> Any:
+    """`structure` with every Ref and Size in it replaced."""
+    if isinstance(structure, (Ref, Size)):
+        return replace(structure)
+    if isinstance(structure, (tuple, list)):
+        return type(structure)(resolve(item, replace) for item in structure)
+    if isinstance(structure, dict):
+        return {key: resolve(value, replace) for key, value in structure.items()}
+    if isinstance(structure, slice):
+        return slice(*(resolve(part, replace) for part in (structure.start, structure.stop, structure.step)))
+    return structure
+
+
+def references(structure: Any) -> list[int]:
+    """Slots of all tensors that `structure` mentions."""
+    found: list[int] = []
+
+    def note(item: Ref | Size) -> None:
+        if isinstance(item, Ref):
+            found.append(item.slot)
+
+    resolve(structure, note)
+    return found
