@@ -171,8 +171,6 @@ def live_rows(
         elif item.slot < len(args):
             found.append(args[item.slot])
         else:
-            spec = program.split.specs[item.slot]
-            assert spec is not None
-            live = narrow(value, spec, program, num_tokens)
+            live = narrow(value, program.split.spec(item.slot), program, num_tokens)
             found.append(live.clone() if _torch.storage_id(live) in ours else live)
     return found

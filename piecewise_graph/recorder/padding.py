@@ -121,7 +121,6 @@ def run_unpadded(
         overwrite(live[index], exact[index])
     padded = []
     for spec, result in zip(trial.outputs, results, strict=True):
-        assert spec is not None
         padded.append(spec.empty(program.sizes_at(bucket)).zero_())
         overwrite(narrow(padded[-1], spec, program, num_tokens), result)
     return padded
@@ -135,14 +134,13 @@ class _Trial:
     ) -> None:
         self.program, self.step, self.segment = program, step, segment
         self.size, self.bucket = size, bucket
-        specs = program.split.specs
-        self.specs = [specs[item.slot] if isinstance(item, Ref) else None for item in step.inputs]
-        self.outputs = [specs[slot] for slot in step.outputs]
+        spec = program.split.spec
+        self.specs = [spec(item.slot) if isinstance(item, Ref) else None for item in step.inputs]
+        self.outputs = [spec(slot) for slot in step.outputs]
 
     def has_derived_sizes(self) -> bool:
-        return any(
-            spec is not None and spec.is_derived(self.program.token) for spec in self.specs + self.outputs
-        )
+        specs = [*filter(None, self.specs), *self.outputs]
+        return any(spec.is_derived(self.program.token) for spec in specs)
 
     def disagrees(self, values: Sequence[Any], tails: Sequence[MakeTail]) -> bool:
         """Live rows of the padded run differ from the exact one's, on inputs of `size` tokens."""
@@ -156,7 +154,6 @@ class _Trial:
             ):
                 return True
         for index, (spec, want, got) in enumerate(zip(self.outputs, expected, found, strict=True)):
-            assert spec is not None
             known = index not in self.segment.facts.uninitialised
             if known and not agree(want, narrow(got, spec, self.program, self.size)):
                 return True

@@ -258,8 +258,8 @@ class _Recording:
 
         The op fills live rows only, and the next segment may look up what lies in the others.
         """
-        specs = [self.program.split.specs[slot] for slot in step.outputs]
-        floats = {index for index, spec in enumerate(specs) if spec and spec.dtype.is_floating_point}
+        dtypes = [self.program.split.spec(slot).dtype for slot in step.outputs]
+        floats = {index for index, dtype in enumerate(dtypes) if dtype.is_floating_point}
         left = segment.facts.uninitialised - (frozenset() if self.pool.trial else floats)
         compute = segment.at(self.bucket)
         if not left:
@@ -282,8 +282,7 @@ class _Recording:
         """Give its results buffers that the graphs after it can read, those that are read at all."""
         read = tuple((element, slot) for element, slot in late.outputs if slot in self.program.last_use)
         for _, slot in read:
-            spec = self.program.split.specs[slot]
-            assert spec is not None
+            spec = self.program.split.spec(slot)
             layout = spec.shape_at(self.sizes), spec.stride_at(self.sizes), spec.storage_numel(self.sizes)
             self.values[slot] = self.borrowed[slot] = self.buffers.take(spec, *layout)
         self.entries.append(replace(late, outputs=read))

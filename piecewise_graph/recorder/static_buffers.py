@@ -107,7 +107,7 @@ class StaticInputs:
 
     def view(self, index: int, bucket: int) -> Tensor:
         """Argument `index` as the graphs of `bucket` read it."""
-        spec, sizes = self._spec(index), self._program.sizes_at(bucket)
+        spec, sizes = self._program.split.spec(index), self._program.sizes_at(bucket)
         return self._flat[index].as_strided(spec.shape_at(sizes), spec.stride_at(sizes))
 
     def plan(self, bucket: int, num_tokens: int) -> CopyPlan:
@@ -115,7 +115,7 @@ class StaticInputs:
         expanded: list[tuple[int, Tensor]] = []
         padding: list[Tensor] = []
         for index in self._flat:
-            view, spec = self.view(index, bucket), self._spec(index)
+            view, spec = self.view(index, bucket), self._program.split.spec(index)
             live = narrow(view, spec, self._program, num_tokens)
             if 0 in view.stride():  # an expanded argument: copy_ and zero_ refuse to write one place twice
                 expanded.append((index, live))
@@ -130,11 +130,6 @@ class StaticInputs:
 
     def bytes(self) -> int:
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
-
-    def _spec(self, index: int) -> TensorSpec:
-        spec = self._program.split.inputs[index].spec
-        assert spec is not None
-        return spec
 
 
 def _extent(numel: int) -> tuple[tuple[int], tuple[int], int]:

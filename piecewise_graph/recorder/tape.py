@@ -124,8 +124,7 @@ class ReplayTape:
         return evaluate(item.expr, self.program.sizes_at(num_tokens))
 
     def _view(self, slot: int, num_tokens: int) -> Tensor:
-        value, spec = self.values[slot], self.program.split.specs[slot]
-        assert spec is not None
+        value, spec = self.values[slot], self.program.split.spec(slot)
         return value if num_tokens == self.bucket else narrow(value, spec, self.program, num_tokens)
 
 
