@@ -149,7 +149,7 @@ def _trace(runtime: Runtime) -> TraceReport:
         compile_seconds=sum(s.seconds for s in distinct if not s.from_cache),
         from_cache=sum(s.from_cache for s in distinct),
         load_seconds=sum(s.seconds for s in distinct if s.from_cache),
-        cache_notes=dict(Counter(s.cache_note for s in distinct if s.cache_note is not None)),
+        cache_notes=dict(Counter(s.cache_reason for s in distinct if s.cache_reason is not None)),
         exact=_exact(distinct),
         leaks=split.leaks,
         blocked=program.blocked,
@@ -171,7 +171,7 @@ def _exact(distinct: Sequence[CompiledSegment]) -> dict[int, tuple[str, ...]]:
     for segment in distinct:
         for size, code in segment.exact.items():
             linears = f", {'; '.join(code.linears)}" if code.linears else ""
-            line = f"not used: {code.refused}" if code.refused else f"{code.seconds:.1f} s{linears}"
+            line = f"not used: {code.reason}" if code.reason else f"{code.seconds:.1f} s{linears}"
             found[size] = (*found.get(size, ()), f"structure {segment.key} {line}")
     return found
 

@@ -158,7 +158,7 @@ def test_segments_that_write_what_they_are_given_are_timed_and_specialized(
         return 1.0
 
     monkeypatch.setattr(specialize, "choose", lambda *_: {"16 16 2 4 1 1": 1.0, "library": 1.0})
-    monkeypatch.setattr(specialize.tuning, "graph_microseconds", microseconds)
+    monkeypatch.setattr(specialize, "graph_microseconds", microseconds)
 
     def run(self: Any, x: Tensor) -> Tensor:
         h = ops.mix_padded(self.a(x))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -20,7 +20,6 @@ from piecewise_graph.splitter.split_graph import (
     SegmentStep,
     Size,
     SplitGraph,
-    references,
     resolve,
 )
 
@@ -34,6 +33,7 @@ class Program:
 
     Attributes:
         token: the size symbol that counts tokens; None for a trace of fixed shapes.
+        static_tokens: token count of a trace of fixed shapes, the only one that it serves; else None.
         device: where its tensors live.
         last_use: slot -> index of the last step that reads it, itself or through a view
             (`len(steps)` for graph outputs).
@@ -45,11 +45,12 @@ class Program:
     compiled: CompiledGraph
     contract: ShapeContract
     token: sympy.Symbol | None
+    static_tokens: int | None
     device: torch.device
     last_use: Mapping[int, int]
     blocked: str | None
     unpaddable: str | None
-    merge: Merge = field(default_factory=Merge)
+    merge: Merge
 
     @property
     def split(self) -> SplitGraph:
@@ -62,49 +63,33 @@ class Program:
         """What runs `segment` at `sizes`."""
         return segment.at(None if self.token is None else sizes[self.token])
 
+    def bound_arguments(self, args: Sequence[Any]) -> list[tuple[int, Tensor]]:
+        """Those of a call's arguments that graphs read by address, with their indices."""
+        pairs = enumerate(zip(self.split.inputs, args, strict=False))  # merged weights and constants follow
+        return [(index, x) for index, (given, x) in pairs if given.bound and isinstance(x, Tensor)]
+
     def dying_at(self, step: int) -> list[int]:
         """Slots that nothing reads after `step`."""
         return [slot for slot, last in self.last_use.items() if last == step]
 
 
-def liveness(compiled: CompiledGraph) -> dict[int, int]:
-    """Last reader of every slot, where a view keeps what it views alive."""
-    steps = compiled.split.steps
-    last = dict.fromkeys(references(compiled.split.outputs), len(steps))
-    for index in reversed(range(len(steps))):
-        step = steps[index]
-        until = index
-        if isinstance(step, SegmentStep):
-            read = references(step.inputs)
-            facts = compiled.segments[step.index].facts
-            if facts.entangled_outputs or not facts.computes:
-                until = max([index, *(last.get(slot, index) for slot in step.outputs)])
-        else:
-            read = [slot for call in step.calls for slot in references((call.args, call.kwargs))]
-        for slot in read:
-            last[slot] = max(last.get(slot, until), until)
-    return last
-
-
 def in_layout(program: Program, args: Sequence[Any], sizes: Sizes) -> Sequence[Any]:
-    """The arguments that the segments take: activations with the strides that these were compiled for, and
-    merged weights at the end.
+    """A call's arguments as segments take them: activations in the strides of the trace, then merged weights.
 
-    Dynamo keeps conditions on symbolic strides among the guards that pg.compile drops.
+    pg.compile drops Dynamo's guards on symbolic strides, so an activation may come in others.
 
     Raises:
         InputError: the trace writes an argument of other strides; a copy would lose the writes.
         MergedWeightsError: see `with_merged`.
     """
     laid_out = list(args)
-    for index, given in enumerate(program.split.inputs[: len(args)]):
-        if given.spec is not None and not given.bound:
-            strides = given.spec.stride_at(sizes)
-            if not same_layout(args[index], strides):
-                if program.blocked == "writes_an_input":
-                    raise InputError.strides(given.name, args[index].stride(), strides)
-                laid_out[index] = given.spec.empty(sizes)
-                overwrite(laid_out[index], args[index])
+    for index, spec in program.split.activations:
+        strides = spec.stride_at(sizes)
+        if not same_layout(args[index], strides):
+            if program.blocked == "writes_an_input":
+                raise InputError.strides(program.split.inputs[index].name, args[index].stride(), strides)
+            laid_out[index] = spec.empty(sizes)
+            overwrite(laid_out[index], args[index])
     return with_merged(laid_out, program.merge.layouts)
 
 
@@ -164,7 +149,7 @@ def as_promised(op: str, result: Any, spec: TensorSpec, sizes: Sizes) -> Tensor:
     found = (result.dtype, tuple(result.shape))
     promised = (spec.dtype, spec.shape_at(sizes))
     if found != promised:
-        raise SplittingOpError.broken_promise(op, "dtype and shape", promised, found)
+        raise SplittingOpError.broken_promise(op, promised, found)
     if result.stride() == spec.stride_at(sizes):
         return result
     kept = spec.empty(sizes)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from piecewise_graph import _torch
-from piecewise_graph.compiler.disk_cache import Made, is_filled, load_or_compile
+from piecewise_graph.compiler.disk_cache import Folder, Made, is_filled, load_or_compile
 from piecewise_graph.compiler.facts import SegmentFacts, analyse
 from piecewise_graph.compiler.segment_key import (
     Conditions,
@@ -32,13 +32,13 @@ class ExactCode:
         run: like the segment's own; None where it is not to be used.
         linears: which kernels serve its linear layers, for people.
         seconds: what compiling and measuring took.
-        refused: why it is not used.
+        reason: why it is not used, or None.
     """
 
     run: Callable[..., Sequence[Tensor]] | None
     linears: tuple[str, ...]
     seconds: float
-    refused: str | None = None
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class CompiledSegment:
         conditions: on sizes, for any trace that uses it (Note [Conditions that come with code]).
         gm: kept so that the constants whose identity is in the key live as long as the key does.
         from_cache: loaded from cache_dir rather than compiled.
-        cache_note: why a file of cache_dir was not used, or none was written.
+        cache_reason: why a file of cache_dir was not used, or none was written; or None.
         exact: token count -> code for exactly that many.
     """
 
@@ -64,7 +64,7 @@ class CompiledSegment:
     seconds: float
     conditions: Conditions | None = ()
     from_cache: bool = False
-    cache_note: str | None = None
+    cache_reason: str | None = None
     exact: Mapping[int, ExactCode] = field(default_factory=dict)
 
     def at(self, num_tokens: int | None) -> Callable[..., Sequence[Tensor]]:
@@ -75,18 +75,18 @@ class CompiledSegment:
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """A SplitGraph whose segments can run; `segments[i]` belongs to `split.segments[i]`."""
+    """A SplitGraph whose segments can run; `segments[i]` belongs to the SegmentStep of index i."""
 
     split: SplitGraph
-    segments: Mapping[int, CompiledSegment]  # by SegmentStep.index
+    segments: Mapping[int, CompiledSegment]
 
     @property
     def distinct(self) -> tuple[CompiledSegment, ...]:
         return tuple({s.key: s for s in self.segments.values() if s.facts.computes}.values())
 
 
-def prepare(compiler: str, cache_dir: str | None) -> None:
-    """Do what takes long and can go on beside tracing.
+def prepare(compiler: str, cache_dir: Folder | None) -> None:
+    """Start what takes long and can go on beside tracing.
 
     Inductor's worker processes need seconds to start, and until then kernels are compiled one by one.
     """
@@ -94,61 +94,69 @@ def prepare(compiler: str, cache_dir: str | None) -> None:
         _torch.start_compile_workers()
 
 
+@dataclass(frozen=True)
+class _Structure:
+    """A structure to compile: its first segment, and keys made before anything was compiled.
+
+    Attributes:
+        portable: the key for other processes, or the reason why there is none; None without a cache_dir.
+    """
+
+    step: SegmentStep
+    key: Key
+    portable: Key | str | None
+
+
 def compile_split(
-    split: SplitGraph, compiler: str, compiled: dict[str, CompiledSegment], cache_dir: str | None = None
+    split: SplitGraph, compiler: str, compiled: dict[str, CompiledSegment], cache_dir: Folder | None = None
 ) -> CompiledGraph:
     """Compile every segment of `split`, each structure once.
 
     Args:
         compiled: structures by key, shared by the traces of one model; grows here.
-        cache_dir: where compiled segments of other processes lie, and ours will (cache.py).
+        cache_dir: where other processes left compiled segments, and this one will (disk_cache.py).
     """
     prepare(compiler, cache_dir)
     shape_env = next(filter(None, (_torch.shape_env_of(step.gm) for step in split.segments)), None)
     given = len(_torch.shape_guards(shape_env)) if shape_env is not None else 0
     stored = cache_dir is not None and compiler == "inductor"
-    jobs: dict[str, _Job] = {}
+    structures: dict[str, _Structure] = {}
     digests = {}
     for step in split.segments:
         key = structure_key(step.gm, compiler)
         digests[step.index] = key.digest
-        if key.digest not in jobs:
-            folder, portable = (cache_dir, portable_key(step.gm)) if stored else (None, "")
-            jobs[key.digest] = _Job(step, key, compiler, given, folder, portable)
-    for digest, job in jobs.items():
-        if digest not in compiled or not accept(compiled[digest].conditions, job.key, shape_env):
-            compiled[digest] = _compile(job)
-    return CompiledGraph(split, {index: compiled[digest] for index, digest in digests.items()})
+        if key.digest not in structures:
+            structures[key.digest] = _Structure(step, key, portable_key(step.gm) if stored else None)
+    for digest, found in structures.items():
+        if digest not in compiled or not accept(compiled[digest].conditions, found.key, shape_env):
+            compiled[digest] = _compile(found, compiler, given, cache_dir)
+    return _counted(CompiledGraph(split, {index: compiled[digest] for index, digest in digests.items()}))
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A structure to compile: its first segment, keys, the number of conditions that the trace came with."""
-
-    step: SegmentStep
-    key: Key
-    compiler: str
-    given: int
-    cache_dir: str | None
-    portable: Key | str
+def _counted(graph: CompiledGraph) -> CompiledGraph:
+    computing = sum(segment.facts.computes for segment in graph.segments.values())
+    counters.add("segments", computing)
+    counters.add("inline_segments", len(graph.segments) - computing)
+    counters.add("op_steps", len(graph.split.steps) - len(graph.segments))
+    return graph
 
 
-def _compile(job: _Job) -> CompiledSegment:
-    gm, key, compiler = job.step.gm, job.key.digest, job.compiler
+def _compile(found: _Structure, compiler: str, given: int, cache_dir: Folder | None) -> CompiledSegment:
+    gm, key = found.step.gm, found.key.digest
     inputs = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
     facts = analyse(gm, inputs)
     if not facts.computes:
         return CompiledSegment(key, gm, gm.forward, facts, 0.0)
     # AOTAutograd mistakes two inputs of one storage, one of them written, for unrelated tensors.
     chosen = "eager" if facts.aliased_write else compiler
-    _torch.publish_graph(f"segment_{job.step.index}", gm)
+    _torch.publish_graph(f"segment_{found.step.index}", gm)
     began = time.perf_counter()
-    if job.cache_dir is not None and chosen == "inductor":
-        made = load_or_compile(job.cache_dir, job.portable, gm, inputs, job.given)
+    if cache_dir is not None and found.portable is not None and chosen == "inductor":
+        made = load_or_compile(cache_dir, found.portable, gm, inputs, given)
     else:
         made = Made(_torch.compile_segment(gm, inputs, chosen), False, None)
     if not made.from_cache:
         counters.add("compiles")
     seconds = time.perf_counter() - began
-    conditions = conditions_since(job.given, job.key, _torch.shape_env_of(gm))
-    return CompiledSegment(key, gm, made.run, facts, seconds, conditions, made.from_cache, made.note)
+    conditions = conditions_since(given, found.key, _torch.shape_env_of(gm))
+    return CompiledSegment(key, gm, made.run, facts, seconds, conditions, made.from_cache, made.reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -110,6 +111,12 @@ class SplitGraph:
     @property
     def op_calls(self) -> tuple[OpCall, ...]:
         return tuple(call for step in self.steps if isinstance(step, OpStep) for call in step.calls)
+
+    @cached_property
+    def activations(self) -> tuple[tuple[int, TensorSpec], ...]:
+        """(index, layout) of the tensors that a call passes and replays copy."""
+        given = enumerate(self.inputs)
+        return tuple((index, x.spec) for index, x in given if x.spec is not None and not x.bound)
 
     def spec(self, slot: int) -> TensorSpec:
         """Layout of the tensor in `slot`, as a `Ref` names it."""
