@@ -16,7 +16,6 @@ a compile. Its reason is counted, and the next write replaces it.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pickle
 import stat
@@ -167,10 +166,8 @@ def file_name(digest: str) -> str:
 
 
 def pack(entry: Entry) -> bytes:
-    """Magic, length and checksum of the rest; the rest is a line of JSON and then plain bytes."""
-    parts = [entry.artifact, entry.conditions, *entry.libraries.values()]
-    table = {"key": entry.key, "lengths": list(map(len, parts)), "libraries": list(entry.libraries)}
-    body = b"".join([json.dumps(table).encode(), b"\n", *parts])
+    """Magic, length and checksum of the rest; the rest is the entry's fields, pickled."""
+    body = pickle.dumps(vars(entry))
     return _MAGIC + len(body).to_bytes(_LENGTH, "big") + hashlib.sha256(body).digest() + body
 
 
@@ -183,14 +180,7 @@ def unpack(content: bytes) -> Entry | str:
         return "truncated"
     if hashlib.sha256(body).digest() != content[_HEADER - _DIGEST : _HEADER]:
         return "checksum"
-    line, _, rest = body.partition(b"\n")
-    table = json.loads(line)
-    parts = []
-    for length in table["lengths"]:
-        parts.append(rest[:length])
-        rest = rest[length:]
-    artifact, conditions, *libraries = parts
-    return Entry(table["key"], artifact, conditions, dict(zip(table["libraries"], libraries, strict=True)))
+    return Entry(**pickle.loads(body))
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -131,17 +131,15 @@ def run_steps(
         else:
             for call in step.calls:
                 call_args, call_kwargs = resolve(call.args, value_of), resolve(call.kwargs, value_of)
-                result = (run_op or _plain_op)(call, call_args, call_kwargs)
+                result = (
+                    run_op(call, call_args, call_kwargs) if run_op else call.target(*call_args, **call_kwargs)
+                )
                 for element, slot in call.outputs:
                     part = result if element is None else result[element]
                     values[slot] = as_promised(call.op.name, part, split.spec(slot), sizes)
         for slot in program.dying_at(index):
             values[slot] = None
     return [resolve(output, value_of) for output in split.outputs]
-
-
-def _plain_op(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return call.target(*args, **kwargs)
 
 
 def as_promised(op: str, result: Any, spec: TensorSpec, sizes: Sizes) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -94,19 +95,6 @@ def prepare(compiler: str, cache_dir: Folder | None) -> None:
         _torch.start_compile_workers()
 
 
-@dataclass(frozen=True)
-class _Structure:
-    """A structure to compile: its first segment, and keys made before anything was compiled.
-
-    Attributes:
-        portable: the key for other processes, or the reason why there is none; None without a cache_dir.
-    """
-
-    step: SegmentStep
-    key: Key
-    portable: Key | str | None
-
-
 def compile_split(
     split: SplitGraph, compiler: str, compiled: dict[str, CompiledSegment], cache_dir: Folder | None = None
 ) -> CompiledGraph:
@@ -120,16 +108,17 @@ def compile_split(
     shape_env = next(filter(None, (_torch.shape_env_of(step.gm) for step in split.segments)), None)
     given = len(_torch.shape_guards(shape_env)) if shape_env is not None else 0
     stored = cache_dir is not None and compiler == "inductor"
-    structures: dict[str, _Structure] = {}
+    jobs: dict[str, tuple[Key, Callable[[], CompiledSegment]]] = {}
     digests = {}
     for step in split.segments:
         key = structure_key(step.gm, compiler)
         digests[step.index] = key.digest
-        if key.digest not in structures:
-            structures[key.digest] = _Structure(step, key, portable_key(step.gm) if stored else None)
-    for digest, found in structures.items():
-        if digest not in compiled or not accept(compiled[digest].conditions, found.key, shape_env):
-            compiled[digest] = _compile(found, compiler, given, cache_dir)
+        if key.digest not in jobs:
+            portable = portable_key(step.gm) if stored else None
+            jobs[key.digest] = key, partial(_compile, step, key, portable, compiler, given, cache_dir)
+    for digest, (key, job) in jobs.items():
+        if digest not in compiled or not accept(compiled[digest].conditions, key, shape_env):
+            compiled[digest] = job()
     return _counted(CompiledGraph(split, {index: compiled[digest] for index, digest in digests.items()}))
 
 
@@ -141,22 +130,30 @@ def _counted(graph: CompiledGraph) -> CompiledGraph:
     return graph
 
 
-def _compile(found: _Structure, compiler: str, given: int, cache_dir: Folder | None) -> CompiledSegment:
-    gm, key = found.step.gm, found.key.digest
+def _compile(
+    step: SegmentStep,
+    key: Key,
+    portable: Key | str | None,
+    compiler: str,
+    given: int,
+    cache_dir: Folder | None,
+) -> CompiledSegment:
+    """The structure of `step`; `portable` is its key for other processes, None if it is not kept on disk."""
+    gm = step.gm
     inputs = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
     facts = analyse(gm, inputs)
     if not facts.computes:
-        return CompiledSegment(key, gm, gm.forward, facts, 0.0)
+        return CompiledSegment(key.digest, gm, gm.forward, facts, 0.0)
     # AOTAutograd mistakes two inputs of one storage, one of them written, for unrelated tensors.
     chosen = "eager" if facts.aliased_write else compiler
-    _torch.publish_graph(f"segment_{found.step.index}", gm)
+    _torch.publish_graph(f"segment_{step.index}", gm)
     began = time.perf_counter()
-    if cache_dir is not None and found.portable is not None and chosen == "inductor":
-        made = load_or_compile(cache_dir, found.portable, gm, inputs, given)
+    if cache_dir is not None and portable is not None and chosen == "inductor":
+        made = load_or_compile(cache_dir, portable, gm, inputs, given)
     else:
         made = Made(_torch.compile_segment(gm, inputs, chosen), False, None)
     if not made.from_cache:
         counters.add("compiles")
     seconds = time.perf_counter() - began
-    conditions = conditions_since(given, found.key, _torch.shape_env_of(gm))
-    return CompiledSegment(key, gm, made.run, facts, seconds, conditions, made.from_cache, made.reason)
+    conditions = conditions_since(given, key, _torch.shape_env_of(gm))
+    return CompiledSegment(key.digest, gm, made.run, facts, seconds, conditions, made.from_cache, made.reason)

@@ -32,26 +32,11 @@ class KernelConfig(NamedTuple):
         return " ".join(map(str, self))
 
 
-_ONE_ROW = (
-    KernelConfig(1, 2048, 1, 8, 1),
-    KernelConfig(1, 2048, 1, 4, 1),
-    KernelConfig(1, 1024, 1, 8, 1),
-    KernelConfig(1, 1024, 1, 4, 1),
-    KernelConfig(1, 512, 1, 4, 1),
-    KernelConfig(1, 512, 4, 4, 1),
-    KernelConfig(1, 512, 4, 8, 1),
-    KernelConfig(4, 512, 4, 4, 1),
-)
-_FEW_ROWS = (
-    KernelConfig(64, 128, 1, 4, 3),
-    KernelConfig(64, 128, 1, 4, 5),
-    KernelConfig(64, 128, 2, 4, 5),
-    KernelConfig(64, 128, 4, 4, 3),
-    KernelConfig(64, 128, 4, 4, 5),
-    KernelConfig(128, 128, 1, 8, 3),
-    KernelConfig(128, 128, 1, 4, 5),
-    KernelConfig(128, 128, 2, 4, 5),
-)
+_ONE_ROW = [KernelConfig(1, k, 1, warps, 1) for k in (2048, 1024) for warps in (8, 4)]
+_ONE_ROW += [KernelConfig(1, 512, splits, warps, 1) for splits, warps in ((1, 4), (4, 4), (4, 8))]
+_ONE_ROW += [KernelConfig(4, 512, 4, 4, 1)]
+_FEW_ROWS = [KernelConfig(64, 128, splits, 4, s) for splits, s in ((1, 3), (1, 5), (2, 5), (4, 3), (4, 5))]
+_FEW_ROWS += [KernelConfig(128, 128, *rest) for rest in ((1, 8, 3), (1, 4, 5), (2, 4, 5))]
 
 
 def candidates(tokens: int, rows: int, columns: int) -> list[KernelConfig]:
