@@ -200,7 +200,7 @@ class CompiledModel:
             return trace(*args, **kwargs)
 
     def _count_fallback(self, reason: str) -> None:
-        counters.fallback(reason)
+        counters.add("fallbacks", reason=reason)
         self.family.fallbacks[reason] += 1
 
     def _new_trace(self, guards: str) -> Callable[..., Any]:

@@ -85,9 +85,9 @@ class FrozenPlan:
         self._pool.run_off_default_stream(ready.bound.calls)
         counters.add("replays")
         if ready.not_full is not None:
-            counters.not_full(ready.not_full)
+            counters.add("not_full", reason=ready.not_full)
         for reason, segments in ready.bound.unpadded.items():
-            counters.unpadded(reason, segments)
+            counters.add("unpadded_segments", segments, reason=reason)
         if not self._owned:
             return self._static
         return self._remake(own_outputs(self._runtime.program, ready.bound.outputs, (), copy=True))

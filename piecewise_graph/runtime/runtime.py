@@ -176,7 +176,7 @@ class Runtime:
         if decision.action is Action.COMPILED:
             assert decision.reason is not None
             if decision.not_full:
-                counters.not_full(decision.not_full)
+                counters.add("not_full", reason=decision.not_full)
             return self._run_compiled(args, sizes, num_tokens, decision.reason, context)
         assert decision.bucket is not None
         if decision.action is Action.CAPTURE:
@@ -212,7 +212,7 @@ class Runtime:
     ) -> list[Any]:
         args = in_layout(self.program, args, sizes)
         if self.family.capturing is not False:  # pg.capture's tracing calls are nobody's forwards
-            counters.fallback(reason)
+            counters.add("fallbacks", reason=reason)
             self.fallbacks[reason] += 1
         # Inside of the caller's own capture nothing may be proven: a proof waits for the device.
         padded = None if reason == "captured_by_caller" else self._run_padded(args, num_tokens, context)
@@ -251,9 +251,9 @@ class Runtime:
         counters.add("replays")
         tapes.replays[num_tokens] += 1
         if ready.not_full is not None:
-            counters.not_full(ready.not_full)
+            counters.add("not_full", reason=ready.not_full)
         for reason, segments in bound.unpadded.items():
-            counters.unpadded(reason, segments)
+            counters.add("unpadded_segments", segments, reason=reason)
         return own_outputs(self.program, bound.outputs, args, copy=self.family.config.outputs == "copy")
 
     def _capture(
@@ -266,14 +266,14 @@ class Runtime:
         if family.config.check != "off":
             self.addresses.check(args)
         if decision.not_full:
-            counters.not_full(decision.not_full)
+            counters.add("not_full", reason=decision.not_full)
         args = in_layout(self.program, args, program.sizes_at(num_tokens))
         before, began = family.pool.bytes(), time.perf_counter()
         with family.pool.session():
             outputs, padded = self._rehearse(args, num_tokens, bucket, context)
             fault = self._fault(bucket, decision.full)
             if fault is not None and bucket != num_tokens:
-                counters.fallback(fault)
+                counters.add("fallbacks", reason=fault)
                 self.fallbacks[fault] += 1
                 return outputs
             self._record(args, bucket, context if decision.full else None, padded, before, began)

@@ -34,7 +34,7 @@ class WholeRuntime:
         if self.family.tracing:
             raise TracedOnly
         self.family.ran += 1
-        counters.fallback(self.reason)
+        counters.add("fallbacks", reason=self.reason)
         self.fallbacks[self.reason] += 1
         return self.run(*args)
 
