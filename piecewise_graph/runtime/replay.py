@@ -56,7 +56,7 @@ class Replay:
     ) -> None:
         self.bound, self.num_tokens = captured.tape.bind(num_tokens), num_tokens
         self.not_full = not_full
-        self._captured, self._addresses, self._pool = captured, addresses, pool
+        self.captured, self._addresses, self._pool = captured, addresses, pool
         self._look_inside, self._check_always = True, check_always
 
     def run(
@@ -86,7 +86,7 @@ class Replay:
         copy_in(given)
         self._pool.run_off_default_stream(self.bound.calls)
         counters.add("replays")
-        self._captured.replays += 1
+        self.captured.replays += 1
         if self.not_full is not None:
             counters.add("not_full", reason=self.not_full)
         for reason, segments in self.bound.unpadded.items():
@@ -94,8 +94,8 @@ class Replay:
         return self.bound.outputs
 
     def _check_context(self, context: ForwardContext) -> None:
-        captured = self._captured.context
+        captured = self.captured.context
         if captured is not None:
-            captured.check(context, self._captured.tape.bucket, self.num_tokens, thorough=self._look_inside)
+            captured.check(context, self.captured.tape.bucket, self.num_tokens, thorough=self._look_inside)
             self._look_inside = self._check_always
             counters.add("full_replays")
