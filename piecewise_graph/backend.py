@@ -225,11 +225,7 @@ def _writes_an_input(compiled: CompiledGraph) -> bool:
 
 def _has_derived_sizes(graph: SplitGraph, token: sympy.Symbol) -> bool:
     """A splitting op or the caller would get a tensor that cannot be narrowed to the live tokens."""
-    return any(
-        spec is not None and spec.is_derived(token)
-        for slot in graph.slots_outside_segments()
-        for spec in (graph.specs[slot],)
-    )
+    return any(graph.spec(slot).is_derived(token) for slot in graph.slots_outside_segments())
 
 
 def _static_tokens(graph: SplitGraph) -> int:
