@@ -12,10 +12,10 @@ from piecewise_graph import _torch
 from piecewise_graph.compiler.build_program import build_program
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import ConfigError
-from piecewise_graph.runtime.model_state import FindFamily, all_families, family_of
+from piecewise_graph.runtime.model_state import FindState, all_states, state_for_trace
 from piecewise_graph.runtime.per_model import per_model
 from piecewise_graph.runtime.runtime import Runtime
-from piecewise_graph.runtime.unsplit import WholeRuntime
+from piecewise_graph.runtime.unsplit import UnsplitRuntime
 from piecewise_graph.telemetry import counters
 
 
@@ -42,29 +42,29 @@ def piecewise(
         raise ConfigError.mode_given(mode)
     config = PiecewiseConfig.from_options(options)
     code = _torch.current_root_code()
-    return build(gm, example_inputs, lambda weights: family_of(config, weights, code))
+    return build(gm, example_inputs, lambda weights: state_for_trace(config, weights, code))
 
 
-def build(gm: GraphModule, example_inputs: Sequence[Any], find_family: FindFamily) -> Callable[..., Any]:
+def build(gm: GraphModule, example_inputs: Sequence[Any], find_state: FindState) -> Callable[..., Any]:
     """One trace: split, compile, ready to run.
 
     Args:
-        find_family: weights of a model -> its family.
+        find_state: weights of a model -> what its traces share.
     """
     counters.add("traces")
     _torch.guard_every_weight()
     weights = [(i, x) for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)]
-    family = find_family([weight for _, weight in weights])
+    state = find_state([weight for _, weight in weights])
     _torch.publish_graph("before_split", gm)
-    program = build_program(gm, example_inputs, family.config, family.compiled)
+    program = build_program(gm, example_inputs, state.config, state.compiled)
     if isinstance(program, str):
-        whole, reason = _torch.compile_whole(gm, example_inputs, family.config.compiler), program
+        whole, reason = _torch.compile_whole(gm, example_inputs, state.config.compiler), program
         return per_model(
-            lambda of, bound: WholeRuntime(whole, reason, of, bound), find_family, weights, example_inputs
+            lambda of, bound: UnsplitRuntime(whole, reason, of, bound), find_state, weights, example_inputs
         )
     return per_model(
         lambda of, bound: Runtime(program, of, program.static_tokens, bound),
-        find_family,
+        find_state,
         program.bound_arguments(example_inputs),
         example_inputs,
     )
@@ -75,8 +75,8 @@ def reset() -> None:
 
     Reached by torch._dynamo.reset() too, which also makes Dynamo trace anew.
     """
-    for family in all_families():
-        family.reset()
+    for state in all_states():
+        state.reset()
 
 
 piecewise.reset = reset  # type: ignore[attr-defined]  # Dynamo looks for it on the backend function
