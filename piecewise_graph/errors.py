@@ -236,17 +236,13 @@ class GraphPoolError(PiecewiseError):
 
     @classmethod
     def inside_capture(cls, name: str) -> GraphPoolError:
-        return cls(
-            f"{name} cannot be captured while the current stream is capturing another graph.",
-            "call capture_call before that capture begins, or after it has ended.",
-        )
+        what = f"{name} cannot be captured while the current stream is capturing another graph."
+        return cls(what, "call capture_call before that capture begins, or after it has ended.")
 
     @classmethod
     def dropped(cls, name: str) -> GraphPoolError:
-        return cls(
-            f"the graph of {name} was dropped by pg.reset() or GraphPool.release().",
-            "capture it again: replay = pool.capture_call(body, device=...).",
-        )
+        what = f"the graph of {name} was dropped by pg.reset() or GraphPool.release()."
+        return cls(what, "capture it again: replay = pool.capture_call(body, device=...).")
 
 
 class CaptureError(PiecewiseError):

@@ -117,14 +117,14 @@ def _trace(trace: Trace) -> TraceReport:
 
 def _split_trace(runtime: Runtime) -> TraceReport:
     program = runtime.program
-    split, segments = program.split, program.compiled.segments
+    split, segments = program.split, program.compiled
     ops: dict[str, int] = {}
     for call in split.op_calls:
         ops[call.op.name] = ops.get(call.op.name, 0) + 1
     inline = sum(not s.facts.computes for s in segments.values())
     keys = {segment.key for segment in segments.values()}
     padding = {key: reason for (key, _), reason in runtime.state.proofs.reasons() if key in keys}
-    distinct = program.compiled.distinct
+    distinct = program.distinct
     return TraceReport(
         sizes=_sizes(runtime),
         steps=len(split.steps),

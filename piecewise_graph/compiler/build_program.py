@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler.program import Program
-from piecewise_graph.compiler.segments import CompiledGraph, CompiledSegment, compile_split
+from piecewise_graph.compiler.segments import CompiledSegment, compile_split
 from piecewise_graph.compiler.specialize import specialized
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import LeakWarning
@@ -48,19 +48,20 @@ def build_program(
         return cut.reason
     for op in graph.leaks:
         warnings.warn(LeakWarning.inside_segment(op), stacklevel=2)
-    made = compile_split(graph, config.compiler, compiled, config.cache_dir)
+    segments = compile_split(graph, config.compiler, compiled, config.cache_dir)
     symbols = _symbols(graph)
     token = symbols[0] if len(symbols) == 1 else None
     derived = token and any(graph.spec(slot).is_derived(token) for slot in graph.slots_outside_segments())
     contract = _contract(gm, graph, symbols)
     program = Program(
-        made,
+        graph,
+        segments,
         contract,
         token,
         None if contract.symbols else _static_tokens(graph),
         _device(graph),
-        _last_use(made),
-        _blocked(made, example_inputs, symbols),
+        _last_use(graph, segments),
+        _blocked(graph, segments, example_inputs, symbols),
         "derived_size" if derived else None,
         merge,
     )
@@ -129,16 +130,16 @@ def _device(graph: SplitGraph) -> torch.device:
     return next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.device("cpu"))
 
 
-def _last_use(compiled: CompiledGraph) -> dict[int, int]:
+def _last_use(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> dict[int, int]:
     """Last reader of every slot, where a view keeps what it views alive."""
-    steps = compiled.split.steps
-    last = dict.fromkeys(references(compiled.split.outputs), len(steps))
+    steps = graph.steps
+    last = dict.fromkeys(references(graph.outputs), len(steps))
     for index in reversed(range(len(steps))):
         step = steps[index]
         until = index
         if isinstance(step, SegmentStep):
             read = references(step.inputs)
-            facts = compiled.segments[step.index].facts
+            facts = segments[step.index].facts
             if facts.entangled_outputs or not facts.computes:
                 until = max([index, *(last.get(slot, index) for slot in step.outputs)])
         else:
@@ -149,11 +150,13 @@ def _last_use(compiled: CompiledGraph) -> dict[int, int]:
 
 
 def _blocked(
-    compiled: CompiledGraph, example_inputs: Sequence[Any], symbols: Sequence[sympy.Symbol]
+    graph: SplitGraph,
+    segments: Mapping[int, CompiledSegment],
+    example_inputs: Sequence[Any],
+    symbols: Sequence[sympy.Symbol],
 ) -> str | None:
     """Why no call of a trace can be replayed; it runs its compiled segments instead."""
-    graph = compiled.split
-    facts = [segment.facts for segment in compiled.segments.values()]
+    facts = [segment.facts for segment in segments.values()]
     if len(symbols) > 1:
         return "second_dynamic_dimension"
     if symbols and not any(given.spec and given.spec.token_dims(symbols[0]) for given in graph.inputs):
@@ -164,19 +167,18 @@ def _blocked(
         return "data_dependent"
     if any(fact.random for fact in facts):
         return "random_numbers"
-    return "writes_an_input" if _writes_an_input(compiled) else None
+    return "writes_an_input" if _writes_an_input(graph, segments) else None
 
 
-def _writes_an_input(compiled: CompiledGraph) -> bool:
+def _writes_an_input(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> bool:
     """A segment writes an argument, or an op writes one that replays would copy.
 
     Ops may write tensors that are bound by address (a KV cache in a module's buffer): they get the real one.
     """
-    graph = compiled.split
     by_segments = [
         item.slot
         for step in graph.segments
-        for index in compiled.segments[step.index].facts.written
+        for index in segments[step.index].facts.written
         if isinstance(item := step.inputs[index], Ref)
     ]
     by_ops = [

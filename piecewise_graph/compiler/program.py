@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from piecewise_graph.compiler.segments import CompiledGraph, CompiledSegment
+from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import InputError, SplittingOpError
 from piecewise_graph.sizes import ShapeContract, Sizes, TensorSpec, evaluate, overwrite, same_layout
 from piecewise_graph.splitter.merged_weights import Merge, with_merged
@@ -32,6 +32,7 @@ class Program:
     """One trace, ready to run.
 
     Attributes:
+        compiled: what runs each segment, by SegmentStep.index.
         token: the size symbol that counts tokens; None for a trace of fixed shapes.
         static_tokens: token count of a trace of fixed shapes, the only one that it serves; else None.
         device: where its tensors live.
@@ -42,7 +43,8 @@ class Program:
         merge: which of its linears were merged.
     """
 
-    compiled: CompiledGraph
+    split: SplitGraph
+    compiled: Mapping[int, CompiledSegment]
     contract: ShapeContract
     token: sympy.Symbol | None
     static_tokens: int | None
@@ -53,8 +55,9 @@ class Program:
     merge: Merge
 
     @property
-    def split(self) -> SplitGraph:
-        return self.compiled.split
+    def distinct(self) -> tuple[CompiledSegment, ...]:
+        """Its distinct structures that compute."""
+        return tuple({s.key: s for s in self.compiled.values() if s.facts.computes}.values())
 
     def sizes_at(self, num_tokens: int) -> Sizes:
         return {} if self.token is None else {self.token: num_tokens}
@@ -68,6 +71,19 @@ class Program:
         pairs = enumerate(zip(self.split.inputs, args, strict=False))  # merged weights and constants follow
         return [(index, x) for index, (given, x) in pairs if given.bound and isinstance(x, Tensor)]
 
+    def with_merged(self, args: Sequence[Any]) -> Sequence[Any]:
+        """A call's arguments, followed by the merged tensors that its weights make up.
+
+        Raises:
+            MergedWeightsError: the weights do not make them up any more, and cannot be moved.
+        """
+        return with_merged(args, self.merge.layouts)
+
+    def weights_alone(self, weights: Mapping[int, Tensor | None]) -> Sequence[Any]:
+        """The arguments of a call without activations: `weights` by index, merged ones, None elsewhere."""
+        own = [given for given in self.split.inputs if given.constant is None and not given.merged]
+        return self.with_merged([weights.get(index) for index in range(len(own))])
+
     def dying_at(self, step: int) -> list[int]:
         """Slots that nothing reads after `step`."""
         return [slot for slot, last in self.last_use.items() if last == step]
@@ -80,7 +96,7 @@ def in_layout(program: Program, args: Sequence[Any], sizes: Sizes) -> Sequence[A
 
     Raises:
         InputError: the trace writes an argument of other strides; a copy would lose the writes.
-        MergedWeightsError: see `with_merged`.
+        MergedWeightsError: see `Program.with_merged`.
     """
     laid_out = list(args)
     for index, spec in program.split.activations:
@@ -90,7 +106,7 @@ def in_layout(program: Program, args: Sequence[Any], sizes: Sizes) -> Sequence[A
                 raise InputError.strides(program.split.inputs[index].name, args[index].stride(), strides)
             laid_out[index] = spec.empty(sizes)
             overwrite(laid_out[index], args[index])
-    return with_merged(laid_out, program.merge.layouts)
+    return program.with_merged(laid_out)
 
 
 def run_steps(
@@ -121,7 +137,7 @@ def run_steps(
 
     for index, step in enumerate(split.steps):
         if isinstance(step, SegmentStep):
-            segment = program.compiled.segments[step.index]
+            segment = program.compiled[step.index]
             inputs = [value_of(item) for item in step.inputs]
             results = (
                 run_segment(step, segment, inputs) if run_segment else program.code(segment, sizes)(*inputs)

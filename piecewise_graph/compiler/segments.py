@@ -1,4 +1,4 @@
-"""SplitGraph -> CompiledGraph: one compile per distinct segment structure (segment_key.py)."""
+"""What runs the segments of a SplitGraph: one compile per distinct structure (segment_key.py)."""
 
 from __future__ import annotations
 
@@ -74,18 +74,6 @@ class CompiledSegment:
         return self.run if code is None or code.run is None else code.run
 
 
-@dataclass(frozen=True)
-class CompiledGraph:
-    """A SplitGraph whose segments can run; `segments[i]` belongs to the SegmentStep of index i."""
-
-    split: SplitGraph
-    segments: Mapping[int, CompiledSegment]
-
-    @property
-    def distinct(self) -> tuple[CompiledSegment, ...]:
-        return tuple({s.key: s for s in self.segments.values() if s.facts.computes}.values())
-
-
 def prepare(compiler: str, cache_dir: Folder | None) -> None:
     """Start what takes long and can go on beside tracing.
 
@@ -97,8 +85,8 @@ def prepare(compiler: str, cache_dir: Folder | None) -> None:
 
 def compile_split(
     split: SplitGraph, compiler: str, compiled: dict[str, CompiledSegment], cache_dir: Folder | None = None
-) -> CompiledGraph:
-    """Compile every segment of `split`, each structure once.
+) -> dict[int, CompiledSegment]:
+    """What runs each segment of `split`, by SegmentStep.index; each structure is compiled once.
 
     Args:
         compiled: structures by key, shared by the traces of one model; grows here.
@@ -107,38 +95,36 @@ def compile_split(
     prepare(compiler, cache_dir)
     shape_env = next(filter(None, (_torch.shape_env_of(step.gm) for step in split.segments)), None)
     given = len(_torch.shape_guards(shape_env)) if shape_env is not None else 0
-    stored = cache_dir is not None and compiler == "inductor"
     jobs: dict[str, tuple[Key, Callable[[], CompiledSegment]]] = {}
     digests = {}
     for step in split.segments:
         key = structure_key(step.gm, compiler)
         digests[step.index] = key.digest
         if key.digest not in jobs:
-            portable = portable_key(step.gm) if stored else None
-            jobs[key.digest] = key, partial(_compile, step, key, portable, compiler, given, cache_dir)
+            stored = None
+            if cache_dir is not None and compiler == "inductor":
+                stored = cache_dir, portable_key(step.gm)
+            jobs[key.digest] = key, partial(_compile, step, key, compiler, given, stored)
     for digest, (key, job) in jobs.items():
         if digest not in compiled or not accept(compiled[digest].conditions, key, shape_env):
             compiled[digest] = job()
-    return _counted(CompiledGraph(split, {index: compiled[digest] for index, digest in digests.items()}))
-
-
-def _counted(graph: CompiledGraph) -> CompiledGraph:
-    computing = sum(segment.facts.computes for segment in graph.segments.values())
+    found = {index: compiled[digest] for index, digest in digests.items()}
+    computing = sum(segment.facts.computes for segment in found.values())
     counters.add("segments", computing)
-    counters.add("inline_segments", len(graph.segments) - computing)
-    counters.add("op_steps", len(graph.split.steps) - len(graph.segments))
-    return graph
+    counters.add("inline_segments", len(found) - computing)
+    counters.add("op_steps", len(split.steps) - len(found))
+    return found
 
 
 def _compile(
-    step: SegmentStep,
-    key: Key,
-    portable: Key | str | None,
-    compiler: str,
-    given: int,
-    cache_dir: Folder | None,
+    step: SegmentStep, key: Key, compiler: str, given: int, stored: tuple[Folder, Key | str] | None
 ) -> CompiledSegment:
-    """The structure of `step`; `portable` is its key for other processes, None if it is not kept on disk."""
+    """The structure of `step`.
+
+    Args:
+        given: conditions on sizes that the model's trace came with.
+        stored: where other processes find it, and under which key (or the reason why it has none).
+    """
     gm = step.gm
     inputs = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
     facts = analyse(gm, inputs)
@@ -148,8 +134,8 @@ def _compile(
     chosen = "eager" if facts.aliased_write else compiler
     _torch.publish_graph(f"segment_{step.index}", gm)
     began = time.perf_counter()
-    if cache_dir is not None and portable is not None and chosen == "inductor":
-        made = load_or_compile(cache_dir, portable, gm, inputs, given)
+    if stored is not None and chosen == "inductor":
+        made = load_or_compile(*stored, gm, inputs, given)
     else:
         made = Made(_torch.compile_segment(gm, inputs, chosen), False, None)
     if not made.from_cache:

@@ -40,7 +40,6 @@ from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig
 from piecewise_graph.sizes import Sizes, TensorSpec, evaluate, overwrite, same_layout
 from piecewise_graph.splitter.merge_linears import drop_copies, linear_operands
-from piecewise_graph.splitter.merged_weights import with_merged
 from piecewise_graph.splitter.split_graph import Ref, SegmentStep
 from piecewise_graph.telemetry import counters
 
@@ -62,12 +61,12 @@ def specialized(
     bound = _bound(program, args)
     with torch.cuda.device(program.device) if program.device.type == "cuda" else nullcontext():
         for step in program.split.segments:
-            segment = compiled[program.compiled.segments[step.index].key]
+            segment = compiled[program.compiled[step.index].key]
             missing = [size for size in sizes if size not in segment.exact] * segment.facts.computes
             made = {n: _make(program, step, segment, bound, n, config.cache_dir) for n in missing}
             compiled[segment.key] = replace(segment, exact={**segment.exact, **made})
-    segments = {index: compiled[segment.key] for index, segment in program.compiled.segments.items()}
-    return replace(program, compiled=replace(program.compiled, segments=segments))
+    segments = {index: compiled[segment.key] for index, segment in program.compiled.items()}
+    return replace(program, compiled=segments)
 
 
 def _serves(program: Program, size: int) -> bool:
@@ -79,7 +78,7 @@ def _serves(program: Program, size: int) -> bool:
 def _bound(program: Program, args: Sequence[Any]) -> dict[int, Tensor]:
     """Everything that segments read at a fixed address, by slot."""
     constants = ((slot, given.constant) for slot, given in enumerate(program.split.inputs))
-    weights = dict(program.bound_arguments(with_merged(args, program.merge.layouts)))
+    weights = dict(program.bound_arguments(program.with_merged(args)))
     return weights | {slot: value for slot, value in constants if value is not None}
 
 
