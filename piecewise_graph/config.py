@@ -66,9 +66,9 @@ class PiecewiseConfig:
         max_graph_bytes: budget for the graphs of this model, in bytes of its pool; the largest buckets that
             do not fit are not captured (see pg.plan), and their calls run compiled. None = no limit.
         cache_dir: a folder for compiled segments, so that the next process starts warm; None = off. What
-            lies there is code that will be run: nobody else may be able to write to it.
+            lies there is code that will be run: no other user may be able to write to it.
         merge_linears: run linears of one input (q/k/v, gate/up) as one. The model's weights are moved: each
-            becomes a view of a merged one. Not for a model whose weights somebody else's CUDA graph reads.
+            becomes a view of a merged one. Not for a model with weights that other code's CUDA graph reads.
 
     Raises:
         ConfigError: for a value that cannot work.

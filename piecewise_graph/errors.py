@@ -165,7 +165,7 @@ class TraceError(PiecewiseError):
 
 
 class AddressMovedError(PiecewiseError):
-    """A tensor whose address is baked into captured graphs now lives somewhere else."""
+    """A tensor that captured graphs read by address has moved."""
 
     @classmethod
     def moved(cls, name: str) -> AddressMovedError:

@@ -98,7 +98,7 @@ def load_or_compile(
 
 
 def is_filled(folder: Folder | None) -> bool:
-    """Whether there is anything that could be loaded; a guess, which costs nothing if it is wrong."""
+    """Whether the folder holds compiled segments; they may be of other models."""
     try:
         return folder is not None and any(entry.name.endswith(_SUFFIX) for entry in os.scandir(folder))
     except OSError:
@@ -115,7 +115,7 @@ def _load(folder: Folder, key: Key, shape_env: Any) -> Callable[..., Any] | str 
         return "other_key"
     try:
         run, conditions = _run_of(entry), pickle.loads(entry.conditions)
-    except Exception:  # of many kinds: whatever loading code may raise
+    except Exception:  # loading code may raise anything
         return "load_failed"
     return run if accept(conditions, key, shape_env) else "sizes"
 
@@ -138,7 +138,7 @@ def _save(folder: Folder, key: Key, run: Any, known: int, conditions: Conditions
         return "sizes_elsewhere"
     try:
         entry = Entry(key.digest, _artifact(run), pickle.dumps(conditions), _libraries(known))
-    except Exception:  # of many kinds: whatever torch cannot serialise
+    except Exception:  # torch raises many kinds for what it cannot serialise
         return "not_serializable"
     return write_private(folder, file_name(key.digest), pack(entry))
 

@@ -98,7 +98,7 @@ def _make(
             counters.add("specialized")
             return ExactCode(run, linears, time.perf_counter() - began)
         found = "differs"
-    except Exception as error:  # whatever it was: there is code for all sizes
+    except Exception as error:  # any failure: the code for all sizes serves
         if _torch.is_dynamo_control_flow(error):
             raise
         found = f"{type(error).__name__}: {error}"[:300]
@@ -146,7 +146,7 @@ def _inputs(
         else:
             spec = program.split.spec(item.slot)
             generator = generators.setdefault(spec.device, torch.Generator(spec.device).manual_seed(0))
-            # An integer may be an index, and so may a float that the segment casts: 0 is a legal one.
+            # An integer, or a float that the segment casts, may be an index: 0 is a legal one.
             is_free = spec.dtype.is_floating_point and not segment.facts.floats_become_integers
             found.append(_random(spec, sizes, generator) if is_free else spec.empty(sizes).zero_())
     return found

@@ -1,7 +1,7 @@
 """Several small tensors copied in one launch that costs the host little.
 
-`torch._foreach_copy_` looks at its arguments anew on every call: 11 us of host time on an H200. A bound
-launch (launch.py) of a kernel that only copies takes a third.
+`torch._foreach_copy_` inspects its arguments on every call: 11 us of host time on an H200. A bound launch
+(launch.py) of a kernel that only copies takes a third of that.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def bind_copy(destinations: Sequence[Tensor]) -> Copy | None:
         destinations: at most 4, contiguous, on one GPU.
 
     Returns:
-        the function, which enqueues one kernel on the current stream and answers True; or False, and nothing
-        done, for tensors that are not contiguous or while another device is current. None where the kernel
-        cannot serve.
+        the function, or None where the kernel cannot serve. It enqueues one kernel on the current stream and
+        returns True. For tensors that are not contiguous, or while another device is current, it does nothing
+        and returns False.
     """
     if not 0 < len(destinations) <= SLOTS or not all(map(_serves, destinations)):
         return None

@@ -110,7 +110,7 @@ def linear_operands(node: Node) -> tuple[Any, Any, Any]:
 
 
 def _kind(operand: Any, weights: Mapping[Node, Tensor], dims: int) -> tuple[Any, ...] | None:
-    """What the parameters of a group have in common; None for what cannot be merged at all."""
+    """What the parameters of a group have in common; None for an operand that cannot be merged."""
     value = weights.get(operand)
     if value is None or value.dim() != dims or value.numel() == 0:
         return None
@@ -119,7 +119,7 @@ def _kind(operand: Any, weights: Mapping[Node, Tensor], dims: int) -> tuple[Any,
 
 
 class _Merging:
-    """Takes groups one by one, so that no more than one group's weights exist twice at a time."""
+    """Takes groups one by one, so that the weights of one group at most exist twice at a time."""
 
     def __init__(self, weights: Mapping[Node, Tensor]) -> None:
         self.weights = weights
@@ -129,7 +129,7 @@ class _Merging:
         self.moved = False
 
     def add(self, group: _Group) -> None:
-        """Merge the weights of a group, or count why not."""
+        """Merge the weights of a group, or count the reason against it."""
         reason = self._obstacle(group) or self._join(group)
         if reason is not None:
             self.apart[reason] += 1
@@ -189,7 +189,7 @@ def _module_name(node: Node) -> str:
 
 
 def _rewritten(gm: GraphModule, groups: Sequence[_Group], layouts: Sequence[_Nodes]) -> GraphModule:
-    """A copy of the graph with merged linears, whose nodes keep what Dynamo knows about them."""
+    """A copy of the graph with merged linears; its nodes keep what Dynamo knows about them."""
     graph, copies, mode = Graph(), dict[Node, Node](), _torch.fake_mode_of(gm)
     output = graph.output(graph.graph_copy(gm.graph, copies))
     output.meta = dict(next(iter(reversed(gm.graph.nodes))).meta)

@@ -80,7 +80,7 @@ _over: weakref.WeakValueDictionary[tuple[Any, ...], Tensor] = weakref.WeakValueD
 def with_merged(args: Sequence[Any], layouts: Sequence[Layout]) -> Sequence[Any]:
     """A call's arguments, followed by the merged tensors that its weights make up.
 
-    Weights that were replaced since the last call are laid side by side anew.
+    Weights that were replaced since the last call are laid side by side again.
 
     Raises:
         MergedWeightsError: that cannot be, or a weight is of another kind than the trace was compiled for.
@@ -130,8 +130,8 @@ def side_by_side(members: Sequence[Tensor]) -> Tensor | None:
     key = (storage, first.data_ptr(), shape, first.dtype)
     merged = _over.get(key)
     if merged is None:
-        with torch.inference_mode(False), torch.no_grad():  # set_ makes no view of a parameter, whose
-            empty = _allocate((0,), first)  # holders could not be counted
+        with torch.inference_mode(False), torch.no_grad():
+            empty = _allocate((0,), first)  # set_, because the holders of a view could not be counted
             merged = empty.set_(first.untyped_storage(), first.storage_offset(), shape, stride)
         _know(members, merged)
     return merged
@@ -146,7 +146,7 @@ def _lay(members: Sequence[Tensor]) -> Tensor | Stays:
     rows = merged.split([len(member) for member in members])
     for member, part in zip(members, rows, strict=True):
         part.copy_(member)
-    if merged.is_cuda:  # other streams may still read the old memory, and may read the new from now on
+    if merged.is_cuda:  # other streams may still read the old memory, and will read the new
         torch.cuda.synchronize(merged.device)
     for member, part in zip(members, rows, strict=True):
         member.data = part
@@ -173,10 +173,10 @@ def _forget(number: int, _: weakref.ref[Tensor]) -> None:
 
 
 def _reason_to_stay(member: Tensor, before: Sequence[Tensor], members: Sequence[Tensor]) -> str | None:
-    """Why a parameter must stay where it is (Note [Who may be moved]).
+    """The reason why a parameter must stay where it is (Note [Who may be moved]).
 
     Args:
-        before: those of the layout's `members` whose rows come first.
+        before: the members whose rows come first in the layout.
     """
     if member.is_inference():
         return "inference_tensor"
