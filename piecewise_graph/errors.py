@@ -140,11 +140,8 @@ class TokenDimError(PiecewiseError):
 
     @classmethod
     def too_many_traces(cls, limit: int, reason: str) -> TokenDimError:
-        return cls(
-            f"the model needs more than {limit} traces for different token counts; "
-            f"the last one because {reason}.",
-            "remove branches on the token count from forward, or compile parts of the model.",
-        )
+        what = f"the model needs more than {limit} traces for its token counts, the last because {reason}."
+        return cls(what, "remove branches on the token count from forward, or compile parts of the model.")
 
 
 class TraceError(PiecewiseError):
@@ -203,8 +200,7 @@ class InputError(PiecewiseError):
     def shape_contract(cls, what: str) -> InputError:
         return cls(
             f"the inputs do not fit the compiled trace: {what}.",
-            "pass inputs whose token dimensions agree, or compile with pg.compile, which traces such "
-            "a call anew.",
+            "pass inputs with equal token dimensions, or use pg.compile, which traces such a call anew.",
         )
 
     @classmethod
@@ -325,7 +321,7 @@ class ContextError(PiecewiseError):
     def missing_field(cls, name: str, known: Iterable[str]) -> ContextError:
         return cls(
             f"the forward context has no field {name!r}.",
-            f"pass it: pg.forward_context({name}=...). It has: {', '.join(sorted(known)) or 'none'}.",
+            f"pass pg.forward_context({name}=...). It has: {', '.join(sorted(known)) or 'none'}.",
         )
 
     @classmethod
@@ -373,7 +369,7 @@ class FreezeError(PiecewiseError):
     def not_one_graph(cls, graphs: int) -> FreezeError:
         return cls(
             f"the example's forward ran {graphs} graphs of this backend; freezing needs exactly one.",
-            "remove the graph breaks (TORCH_LOGS=graph_breaks names them), and call on at least one token.",
+            "remove the graph breaks (see TORCH_LOGS=graph_breaks), and call on at least one token.",
         )
 
     @classmethod
@@ -389,9 +385,8 @@ class FreezeError(PiecewiseError):
     @classmethod
     def aliased(cls, one: str, other: str) -> FreezeError:
         return cls(
-            f"the example's arguments {one!r} and {other!r} are the same memory: its inputs cannot be told "
-            "apart.",
-            "pass separate tensors in the example, such as a clone; later calls may pass one tensor twice.",
+            f"the example's arguments {one!r} and {other!r} share memory, so they cannot be told apart.",
+            "pass separate tensors in the example, such as clones; later calls may pass one twice.",
         )
 
     @classmethod
@@ -411,10 +406,8 @@ class FreezeError(PiecewiseError):
 
     @classmethod
     def arguments(cls, found: str, expected: str) -> FreezeError:
-        return cls(
-            f"the frozen model was called with {found}; it was frozen with {expected or 'nothing'}.",
-            "pass the same arguments as the example did, or freeze another callable for this call.",
-        )
+        what = f"the frozen model was called with {found}; it was frozen with {expected or 'nothing'}."
+        return cls(what, "pass the arguments that the example had, or freeze another callable for this call.")
 
     @classmethod
     def kind(cls, name: str, found: str, expected: str) -> FreezeError:
@@ -423,10 +416,8 @@ class FreezeError(PiecewiseError):
 
     @classmethod
     def constant(cls, name: str, found: object, expected: object) -> FreezeError:
-        return cls(
-            f"argument {name!r} is {found!r}, but the model was frozen with {expected!r}.",
-            "values that are no tensors are part of the trace; freeze another callable for this value.",
-        )
+        what = f"argument {name!r} is {found!r}, but the model was frozen with {expected!r}."
+        return cls(what, "such a value is part of the trace; freeze another callable for this one.")
 
     @classmethod
     def grad_enabled(cls) -> FreezeError:

@@ -40,14 +40,13 @@ def bind_copy(destinations: Sequence[Tensor]) -> Copy | None:
     if find_spec("triton") is None:
         return None
     unused = SLOTS - len(destinations)
-    sizes = [tensor.numel() for tensor in destinations] + [0] * unused
-    targets = [*destinations, *([destinations[0]] * unused)]
-    interleaved = [part for to, size in zip(targets, sizes, strict=True) for part in (to, to, size)]
+    targets = [(tensor, tensor.numel()) for tensor in destinations] + [(destinations[0], 0)] * unused
+    interleaved = [part for to, size in targets for part in (to, to, size)]
     device = destinations[0].device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         enqueue = _launcher().variant(interleaved, _BLOCK)
-    grid = (-(-max(sizes) // _BLOCK), len(destinations), 1)
-    fixed = [(address(to), size) for to, size in zip(targets, sizes, strict=True)]
+    grid = (-(-max(size for _, size in targets) // _BLOCK), len(destinations), 1)
+    fixed = [(address(to), size) for to, size in targets]
     rest = tuple(part for to, size in fixed[len(destinations) :] for part in (to, to, size))
 
     def copy(sources: Sequence[Tensor]) -> bool:

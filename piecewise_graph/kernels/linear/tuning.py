@@ -45,11 +45,12 @@ def fastest(
         way -> microseconds, infinite for a kernel that does not fit the device. A way is "library",
         "generated", or the name of a `KernelConfig`.
     """
+    from triton.runtime.errors import OutOfResources
 
     def time(linear: Linear) -> float:
         try:
             took = time_call(lambda: [linear(x, copy, bias) for copy in weights], turns)
-        except _does_not_fit():
+        except OutOfResources:
             return float("inf")
         return took / len(weights)
 
@@ -71,9 +72,3 @@ def _copies(weight: Tensor) -> Sequence[Tensor]:
     """See Note [Cold weights]."""
     cache = torch.cuda.get_device_properties(weight.device).L2_cache_size
     return [weight, *(weight.clone() for _ in range(min(-(-3 * cache // weight.nbytes), 64) - 1))]
-
-
-def _does_not_fit() -> type[Exception]:
-    from triton.runtime.errors import OutOfResources
-
-    return OutOfResources
