@@ -155,7 +155,7 @@ def _traced_family(call: partial[None], sizes: Sequence[int] | None) -> tuple[Fa
     call(max(sizes) if sizes else 2)
     family = family_for(call.args[0])
     if family is None:
-        raise CaptureError.nothing_captured("the object has no piecewise trace after a call")
+        raise CaptureError.nothing_captured(["the object has no piecewise trace after a call"])
     return family, sorted(set(sizes or family.config.sizes), reverse=True)
 
 
@@ -223,7 +223,7 @@ def _report(family: Family, sizes: Sequence[int], known: set[int], seconds: floa
                 for e in new or entries
             ]
     if not captured:
-        raise CaptureError.nothing_captured("; ".join(sorted(set(failed.values()))))
+        raise CaptureError.nothing_captured(sorted(set(failed.values())))
     buffers = sum(runtime.buffer_bytes() for runtime in _runtimes(family))
     return CaptureReport(tuple(captured), failed, seconds, family.pool.bytes(), buffers)
 
