@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
+from piecewise_graph.reasons import remedy
+
 
 class PiecewiseError(Exception):
     """Base class: catch this to catch everything that the library raises on purpose."""
@@ -282,11 +284,9 @@ class CaptureError(PiecewiseError):
         )
 
     @classmethod
-    def nothing_captured(cls, reasons: str) -> CaptureError:
-        return cls(
-            f"pg.capture captured nothing: {reasons}.",
-            "mend the reason named; for grad mode, call it under torch.no_grad().",
-        )
+    def nothing_captured(cls, reasons: Sequence[str]) -> CaptureError:
+        remedies = dict.fromkeys(map(remedy, reasons))
+        return cls(f"pg.capture captured nothing: {'; '.join(reasons)}.", "; ".join(remedies) + ".")
 
     @classmethod
     def bad_sizes(cls, sizes: Sequence[object], allowed: Sequence[int]) -> CaptureError:
@@ -404,7 +404,7 @@ class FreezeError(PiecewiseError):
     def not_split(cls, reason: str) -> FreezeError:
         return cls(
             f"the example's trace is compiled as a whole: {reason}.",
-            "mend the reason named (README, fallbacks); for grad mode, freeze under torch.no_grad().",
+            f"{remedy(reason)}; then freeze again.",
         )
 
     @classmethod
