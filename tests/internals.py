@@ -173,7 +173,7 @@ def replace_linear_choice(monkeypatch: pytest.MonkeyPatch, choose: Callable[...,
 
 def replace_segment_timing(monkeypatch: pytest.MonkeyPatch, microseconds: Callable[..., float]) -> None:
     """Time whole segments with `microseconds(call)`."""
-    monkeypatch.setattr(specialize.tuning, "graph_microseconds", microseconds)
+    monkeypatch.setattr(specialize, "graph_microseconds", microseconds)
 
 
 def _wrap(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, replacement: Callable[..., Any]) -> None:

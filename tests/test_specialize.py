@@ -114,7 +114,7 @@ def test_code_that_does_not_compile_is_not_used(monkeypatch: pytest.MonkeyPatch)
     compiled = pg.compile(module, capture_sizes=SIZES, max_tokens=8, token_dim={"input": 0}, specialize=[4])
     with pg.counters.expect(specialized=0, not_specialized=DISTINCT):
         compiled(torch.randn(4, 32))
-    assert all("no such kernel" in code.refused for _, code in exact_codes(compiled))
+    assert all("no such kernel" in code.reason for _, code in exact_codes(compiled))
     x = torch.randn(4, 32)
     torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
 
