@@ -22,17 +22,13 @@ import piecewise_graph as pg
 from piecewise_graph.compiler import disk_cache, segment_key
 from piecewise_graph.splitter.split import split
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 LAYERS = 3
 DISTINCT = 3  # first, middle, last
 
 # Looking for the CPU's vector units starts processes and compilers; what they find is true on any machine.
 QUICK_START = {"TORCHINDUCTOR_VEC_ISA_OK": "1"}
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,11 @@ import pytest
 import torch
 from internals import replace_compile
 from torch import Tensor, nn
-from toys import WIDTH, Blocks, assert_same, check, compiled, ops, rows
+from toys import WIDTH, Blocks, assert_same, check, compiled, ops, rows, through_torch
 
 import piecewise_graph as pg
 
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def distinct(model: Callable[..., Any], device: torch.device, *, count: int = 3) -> int:
@@ -45,8 +41,7 @@ def test_calls_and_buckets_do_not_compile_again(device: torch.device) -> None:
 def test_traces_of_one_model_share_compiled_structures(device: torch.device) -> None:
     """Plain torch.compile traces twice (fixed sizes, dynamic ones); a third trace of other flags is new."""
     model = Blocks(4).to(device)
-    options = {"compiler": "eager", "capture_sizes": [4, 8], "max_tokens": 8}
-    fast = torch.compile(model, backend="piecewise", options=options)
+    fast = through_torch(model)
     with pg.counters.expect(traces=2, compiles=2 * 3):
         for count in (3, 5, 6):
             x = rows(count, device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,18 +13,14 @@ from toys import assert_same, compiled, define, rows
 import piecewise_graph as pg
 from piecewise_graph.errors import ContextError
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 define(
     "scale_by_context(Tensor x) -> Tensor",
     lambda x: x * pg.get_forward_context().factor,
     torch.empty_like,
 )
 pg.register_splitting_op("toy::scale_by_context")
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def test_fields_are_attributes_inside_the_block_only() -> None:

@@ -18,18 +18,14 @@ from toys import WIDTH, Blocks, assert_same, compiled, define, fallbacks, ops, r
 import piecewise_graph as pg
 from piecewise_graph.splitter.split import Unsplittable, split
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 SOURCE = Path(pg.__file__).parent
 
 define(
     "times(Tensor x, float factor) -> Tensor", lambda x, factor: x * factor, lambda x, f: torch.empty_like(x)
 )
 pg.register_splitting_op("toy::times")
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 # --- the models ---------------------------------------------------------------------------------------

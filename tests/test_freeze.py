@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import models
@@ -19,16 +18,7 @@ from toys import SIZES, WIDTH, Blocks, assert_same, compiled, ops, rows
 import piecewise_graph as pg
 from piecewise_graph.errors import AddressMovedError, ContextError, FreezeError, InputError
 
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model(device: torch.device) -> Blocks:
-    return Blocks(layers=2).to(device)
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def frozen(model: Any, device: torch.device, **options: Any) -> Any:

@@ -18,6 +18,8 @@ from toys import SIZES, WIDTH, assert_same, compiled, define, note, ops, rows, w
 import piecewise_graph as pg
 from piecewise_graph.errors import AddressMovedError, CaptureError, ContextError
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 LAYERS = 2
 call_backs: list[Any] = []  # what the op below calls when it runs
 
@@ -45,12 +47,6 @@ def _centre_live(x: Tensor, out: Tensor) -> None:
 
 define("centre_live(Tensor x, Tensor(a!) out) -> ()", _centre_live, lambda x, out: None)
 pg.register_splitting_op("toy::centre_live", capturable=True)
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 class Centring(nn.Module):

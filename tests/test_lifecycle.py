@@ -18,15 +18,12 @@ from toys import WIDTH, Blocks, assert_same, compiled, new_pool, ops, rows
 
 import piecewise_graph as pg
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # looking at every object wakes deprecated ones
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore"),  # looking at every object wakes deprecated ones
+]
 
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,9 @@ from toys import COUNTS, SIZES, assert_same, compiled, ops, rows
 import piecewise_graph as pg
 from piecewise_graph.errors import AddressMovedError, ConfigError, MergedWeightsError
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 WIDTH = 8
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 class Layer(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import models
@@ -13,38 +12,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from internals import fail_capture, pool_of, state
 from torch import Tensor, nn
-from toys import SIZES, WIDTH, Blocks, Chooses, assert_same, compiled, fallbacks, ops, rows
+from toys import (
+    SIZES,
+    WIDTH,
+    Blocks,
+    Chooses,
+    assert_same,
+    called,
+    captured,
+    compiled,
+    fallbacks,
+    ops,
+    rows,
+    through_torch,
+)
 
 import piecewise_graph as pg
 from piecewise_graph.buckets import default_capture_sizes
 from piecewise_graph.errors import CaptureError, ConfigError, NotCompiledError
 from piecewise_graph.recorder.memory_plan import largest_to_drop
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 LAYERS = 2
 ROW = WIDTH * 4  # bytes of one float32 token
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model(device: torch.device) -> Blocks:
-    return Blocks(LAYERS).to(device)
-
-
-def called(model: Any, device: torch.device, **options: Any) -> Any:
-    """A compiled model that has been traced and has captured nothing."""
-    fast = compiled(model, **({"capture": "explicit"} | options))
-    fast(rows(3, device))
-    return fast
-
-
-def captured(fast: Any, device: torch.device, **options: Any) -> Any:
-    return pg.capture(fast, lambda n: rows(n, device), progress=False, **options)
 
 
 def slack(device: torch.device) -> int:
@@ -383,9 +375,8 @@ def test_subset_that_was_planned_before_is_no_way_around_the_budget(device: torc
 
 def test_trace_of_a_fixed_size_keeps_to_the_budget(device: torch.device) -> None:
     """Plain torch.compile traces its first size as a constant, whatever the capture sizes are."""
-    options = {"compiler": "eager", "capture_sizes": [2], "max_tokens": 64, "max_graph_bytes": 1}
     model = Blocks(LAYERS).to(device)
-    fast = torch.compile(model, backend="piecewise", options=options)
+    fast = through_torch(model, capture_sizes=[2], max_tokens=64, max_graph_bytes=1)
     with pg.counters.expect(tapes=0, **{"fallbacks:over_budget": 2}):
         for _ in range(2):
             x = rows(3, device)

@@ -5,17 +5,32 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from internals import fail_capture, state, tape, traces
 from torch import Tensor, nn
-from toys import WIDTH, Blocks, assert_same, check, compiled, define, fallbacks, new_pool, ops, rows, watching
+from toys import (
+    BOTH,
+    WIDTH,
+    Blocks,
+    assert_same,
+    check,
+    compiled,
+    define,
+    fallbacks,
+    new_pool,
+    ops,
+    rows,
+    through_torch,
+    watching,
+)
 
 import piecewise_graph as pg
 from piecewise_graph.errors import AddressMovedError, CaptureError, GraphPoolError
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 HOOK: list[Any] = [lambda x: x]
 
@@ -26,29 +41,6 @@ def call_hook(x: Tensor) -> Tensor:
 
 define("call_back(Tensor x) -> Tensor", call_hook, torch.empty_like)
 pg.register_splitting_op("toy::call_back")
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model(device: torch.device) -> Blocks:
-    return Blocks().to(device)
-
-
-def through_pg(model: nn.Module, **options: Any) -> Any:
-    return compiled(model, **options)
-
-
-def through_torch(model: nn.Module, **options: Any) -> Any:
-    options = {"compiler": "eager", "capture_sizes": [4, 8], "max_tokens": 8, **options}
-    return torch.compile(model, backend="piecewise", dynamic=True, options=options)
-
-
-BOTH = pytest.mark.parametrize("entry", [through_pg, through_torch])
 
 
 # --- outputs ------------------------------------------------------------------------------------------
@@ -551,7 +543,7 @@ def test_graphs_off_runs_segments_only(model: Blocks, device: torch.device) -> N
 
 
 def test_dynamo_reset_drops_graphs_and_traces_anew(model: Blocks, device: torch.device) -> None:
-    fast = through_torch(model)
+    fast = through_torch(model, dynamic=True)
     x = rows(3, device)
     fast(x)
     torch._dynamo.reset()

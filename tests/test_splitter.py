@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,15 +14,11 @@ from toys import COUNTS, WIDTH, Blocks, check, compiled, fallbacks, ops, rows
 
 import piecewise_graph as pg
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 # COUNTS meets two buckets and one call above them.
 BUCKETS, ABOVE = 2, 1
 REPLAYS = len(COUNTS) - BUCKETS - ABOVE
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def counts_of(segments: int, op_steps: int, *, inline: int = 0) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
@@ -20,11 +19,7 @@ from piecewise_graph.custom_ops.errors import AttentionError
 from piecewise_graph.errors import LeakWarning, SplittingOpError
 from piecewise_graph.splitter.splitting_ops import registered_names
 
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 # --- registration -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ eager's, or an error names the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,21 +14,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from toys import SIZES, WIDTH, assert_same, compiled, ops
+from toys import WIDTH, assert_same, compiled, ops, through_torch
 
 import piecewise_graph as pg
 from piecewise_graph.errors import AddressMovedError, TraceError
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 DTYPES = (torch.float64, torch.bfloat16, torch.float16)
 REPLAYED: dict[str, Any] = {}
 UNCAPTURED: dict[str, Any] = {"cuda_graphs": "off"}
 both_ways = pytest.mark.parametrize("options", [REPLAYED, UNCAPTURED], ids=["replayed", "compiled"])
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 class Decoder(nn.Module):
@@ -250,13 +246,7 @@ def test_bias_that_appears_is_added(options: Any, device: torch.device) -> None:
 def test_two_models_of_one_class_and_two_dtypes(entry: str, options: Any, device: torch.device) -> None:
     """Dynamo may hand one of them the function that was built for the other."""
     models = [Decoder().to(device), Decoder().to(device).double()]
-    asked = {"compiler": "eager", "capture_sizes": SIZES, "max_tokens": SIZES[-1], **options}
-    fast = [
-        of(model, **options)
-        if entry == "pg.compile"
-        else torch.compile(model, backend="piecewise", options=asked)
-        for model in models
-    ]
+    fast = [(of if entry == "pg.compile" else through_torch)(model, **options) for model in models]
     for _ in range(2):
         for model, call in zip(models, fast, strict=True):
             agree(call, model, device)

@@ -1,7 +1,7 @@
-"""Toy splitting ops and models that tests share: each op is wrong in a visible way when it is misused.
+"""Toy splitting ops, models and callers that tests share.
 
-The ops live in the namespace `toy`. They take tokens in dimension 0, and those that mix tokens do it
-through the mean, so that a single padded row would change every live one.
+The ops live in the namespace `toy` and take tokens in dimension 0. Misuse shows in their results: ops that
+mix tokens subtract the mean, so one padded row changes every live row.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +38,7 @@ _seen: list[Seen] | None = None
 
 @contextmanager
 def watching() -> Iterator[list[Seen]]:
-    """Collect the calls of toy ops that really ran (tracing runs their fakes)."""
+    """Collect the calls of toy ops that ran. Tracing runs their fakes, which are not collected."""
     global _seen  # noqa: PLW0603
     _seen = found = []
     try:
@@ -99,7 +101,7 @@ def _choose(x: Tensor, out: Tensor) -> None:
 
 
 def _append(x: Tensor, cache: Tensor) -> None:
-    """Adds up what it was given: a second call, or a padded one, shows."""
+    """Add up the rows: a second call, or a call with padded rows, changes the sum."""
     note("append", x)
     cache.add_(x.sum(0))
 
@@ -140,10 +142,10 @@ class Blocks(nn.Module):
 
 
 class Chooses(nn.Module):
-    """An op fills indices that the next segment looks up.
+    """An op fills indices, and the next segment looks them up.
 
     Args:
-        inline: the segment that allocates them does nothing else.
+        inline: the segment that allocates the indices does nothing else.
     """
 
     def __init__(self, inline: bool = False) -> None:
@@ -157,14 +159,37 @@ class Chooses(nn.Module):
 
 
 def compiled(model: Callable[..., Any], **options: Any) -> Any:
-    """`pg.compile` for models that take `x` with tokens in dimension 0, quick by default."""
+    """`pg.compile` a model of `x` with tokens in dimension 0; by default without Inductor, at SIZES."""
     token_dim = options.pop("token_dim", {"x": 0})
     defaults = {"compiler": "eager", "capture_sizes": SIZES, "max_tokens": SIZES[-1], "pool": new_pool()}
     return pg.compile(model, token_dim=token_dim, **(defaults | options))
 
 
+def through_torch(model: Callable[..., Any], *, dynamic: bool | None = None, **options: Any) -> Any:
+    """Plain `torch.compile` with our backend, with the same defaults as `compiled`."""
+    defaults = {"compiler": "eager", "capture_sizes": SIZES, "max_tokens": SIZES[-1]}
+    return torch.compile(model, backend="piecewise", dynamic=dynamic, options=defaults | options)
+
+
+BOTH = pytest.mark.parametrize(
+    "entry", [compiled, partial(through_torch, dynamic=True)], ids=["pg.compile", "torch.compile"]
+)
+
+
+def called(model: Callable[..., Any], device: torch.device, **options: Any) -> Any:
+    """A compiled model that was traced by one call and has captured nothing."""
+    fast = compiled(model, **({"capture": "explicit"} | options))
+    fast(rows(3, device))
+    return fast
+
+
+def captured(fast: Any, device: torch.device, **options: Any) -> Any:
+    """The report of `pg.capture` for a model of one input `x`."""
+    return pg.capture(fast, lambda n: rows(n, device), progress=False, **options)
+
+
 def new_pool() -> pg.GraphPool:
-    """On a CPU, stand-in graphs spoil what nobody should read any more."""
+    """A pool that on a CPU overwrites memory which must not be read any more."""
     return pg.GraphPool(poison=not torch.cuda.is_available())
 
 
@@ -173,7 +198,7 @@ def rows(count: int, device: torch.device, width: int = WIDTH) -> Tensor:
 
 
 def assert_same(found: Any, wanted: Any) -> None:
-    """Equal within rounding, tuples element by element."""
+    """Assert equality within rounding; tuples and lists element by element."""
     if isinstance(wanted, Tensor):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     elif isinstance(wanted, (tuple, list)):
@@ -192,10 +217,11 @@ def check(
     expect: dict[str, int] | None = None,
     **options: Any,
 ) -> Any:
-    """Compile `model` and compare it with eager at `counts`; returns what pg.compile returned.
+    """Compile `model`, compare it with eager at every count, and return the compiled model.
 
     Args:
-        expect: counters that all calls together move.
+        counts: tokens of each call, in order.
+        expect: counter -> by how much all calls together move it.
     """
     fast = compiled(model, **options)
     with pg.counters.expect(**(expect or {})):
@@ -207,7 +233,7 @@ def check(
 
 
 def fallbacks(fast: Any) -> dict[str, int]:
-    """Reason -> calls, over all traces of a model."""
+    """Reason -> calls, summed over all traces of a model."""
     found: dict[str, int] = {}
     report = pg.explain(fast)
     found.update(report.fallbacks)
