@@ -14,8 +14,8 @@ from torch import Tensor
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler import specialize
-from piecewise_graph.frontend.frozen_call import FrozenPlan
-from piecewise_graph.frontend.lookup import family_for
+from piecewise_graph.frontend.frozen_call import FrozenCall
+from piecewise_graph.frontend.lookup import state_of
 from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.recorder.memory_plan import _TrialPool
 from piecewise_graph.splitter import merge_linears, merged_weights, splitting_ops
@@ -25,14 +25,14 @@ from piecewise_graph.splitter import merge_linears, merged_weights, splitting_op
 
 def state(fast: Any) -> Any:
     """What the traces of a compiled model share."""
-    found = family_for(fast)
+    found = state_of(fast)
     assert found is not None
     return found
 
 
 def traces(fast: Any) -> tuple[Any, ...]:
     """The live traces of a compiled model, oldest first."""
-    return tuple(state(fast).runtimes)
+    return tuple(state(fast).traces)
 
 
 def trace(fast: Any) -> Any:
@@ -56,8 +56,9 @@ def tape(fast: Any, bucket: int) -> Any:
 
 
 def replays(fast: Any, num_tokens: int) -> int:
-    """How often the only trace replayed `num_tokens` tokens piecewise."""
-    return trace(fast).piecewise.replays[num_tokens]
+    """How often the only trace replayed the bucket that serves `num_tokens` tokens piecewise."""
+    ready = trace(fast).all_tapes()[0].ready.get(num_tokens)
+    return 0 if ready is None else ready.captured.replays
 
 
 def contract(fast: Any) -> Any:
@@ -84,7 +85,7 @@ def static_tails(fast: Any, bucket: int, live: int) -> Iterator[Tensor]:
 
 
 def _tape(one: Any, bucket: int) -> Any:
-    return one.piecewise.tapes[bucket].tape
+    return one.all_tapes()[0].buckets[bucket].tape
 
 
 # --- frozen calls ---------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ def check_weights(frozen: Any) -> None:
 
 def count_frozen_plans(objects: Iterable[object]) -> int:
     """How many of `objects` are the replay of one token count of a frozen call."""
-    return sum(type(thing) is FrozenPlan for thing in objects)
+    return sum(type(thing) is FrozenCall for thing in objects)
 
 
 def forbid_dynamo(monkeypatch: pytest.MonkeyPatch, fast: Any) -> None:
