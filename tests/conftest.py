@@ -12,6 +12,10 @@ from torch import nn
 
 import piecewise_graph as pg
 
+# Inductor looks for the CPU's vector units by compiling and starting programs: seconds in every process.
+# With this setting it believes the processor's own list.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # How long an example takes depends on what else the machine does.
 settings.register_profile("piecewise", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("piecewise")

@@ -22,6 +22,8 @@ LIBRARY = torch.library.Library("toy", "FRAGMENT")
 WIDTH = 8
 SIZES = [4, 8]
 COUNTS = (3, 3, 4, 1, 2, 6, 8, 5, 6, 9)  # first calls, replays, both edges of both buckets, above them
+BUCKETS, ABOVE = 2, 1  # of COUNTS: buckets that are met, calls above them
+REPLAYS = len(COUNTS) - BUCKETS - ABOVE
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,13 @@ def _append(x: Tensor, cache: Tensor) -> None:
     cache.add_(x.sum(0))
 
 
+HOOK: list[Callable[[Tensor], Tensor]] = [lambda x: x]  # what toy::call_back runs
+
+
+def _call_back(x: Tensor) -> Tensor:
+    return HOOK[0](x)
+
+
 def _stack(xs: Sequence[Tensor]) -> Tensor:
     note("stack", xs[0])
     return centred(sum(xs, torch.zeros_like(xs[0])))
@@ -119,9 +128,20 @@ define("mix_strided(Tensor x) -> Tensor", _mix_strided, torch.empty_like)
 define("mix_padded(Tensor x) -> Tensor", _mix_padded, torch.empty_like)
 define("halve(Tensor(a!) x) -> ()", _halve, lambda x: None)
 define("append(Tensor x, Tensor(a!) cache) -> ()", _append, lambda x, cache: None)
+define("call_back(Tensor x) -> Tensor", _call_back, torch.empty_like)
 define("mix_list(Tensor[] xs) -> Tensor", _stack, lambda xs: torch.empty_like(xs[0]))
 
-for _op in ("mix", "mix_out", "choose", "mix_pair", "mix_strided", "halve", "append", "mix_list"):
+for _op in (
+    "mix",
+    "mix_out",
+    "choose",
+    "mix_pair",
+    "mix_strided",
+    "halve",
+    "append",
+    "mix_list",
+    "call_back",
+):
     pg.register_splitting_op(f"toy::{_op}")
 pg.register_splitting_op("toy::mix_padded", padded=True)
 
@@ -139,6 +159,13 @@ class Blocks(nn.Module):
         for linear in self.linears:
             x = x + ops.mix(linear(x))
         return x * 2
+
+
+class Weighs(nn.Module):
+    """Two inputs with tokens in dimension 0, of which one goes through an op."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ops.mix(x * 2) + y
 
 
 class Chooses(nn.Module):
@@ -188,6 +215,11 @@ def captured(fast: Any, device: torch.device, **options: Any) -> Any:
     return pg.capture(fast, lambda n: rows(n, device), progress=False, **options)
 
 
+def frozen(model: Callable[..., Any], device: torch.device, **options: Any) -> Any:
+    """The frozen call of a model of one input `x`."""
+    return pg.freeze(compiled(model, **options), rows(3, device))
+
+
 def new_pool() -> pg.GraphPool:
     """A pool that on a CPU overwrites memory which must not be read any more."""
     return pg.GraphPool(poison=not torch.cuda.is_available())
@@ -230,6 +262,21 @@ def check(
             wanted = model(x.clone())
             assert_same(fast(x.clone()), wanted)
     return fast
+
+
+def counts_of(segments: int, op_steps: int, *, inline: int = 0) -> dict[str, int]:
+    """The counters that `check` moves for a model of `segments` segments, all of them padded."""
+    return {
+        "traces": 1,
+        "segments": segments,
+        "inline_segments": inline,
+        "op_steps": op_steps,
+        "tapes": BUCKETS,
+        "captures": BUCKETS * segments,
+        "replays": REPLAYS,
+        "fallbacks": ABOVE,
+        "unpadded_segments": 0,
+    }
 
 
 def fallbacks(fast: Any) -> dict[str, int]:
