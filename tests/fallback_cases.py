@@ -1,4 +1,4 @@
-"""For each reason of a fallback: a model and calls that reach it."""
+"""For each fallback reason: a model and calls that reach it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pg.register_splitting_op("toy::times")
 
 
 class Counting(nn.Module):
-    """Writes a buffer by an op that nobody registered."""
+    """Writes a buffer with an op that is not registered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,14 +104,14 @@ class CpuTable(nn.Module):
 
 @dataclass
 class Case:
-    """What to call, and which of the calls fall back for the reason under test.
+    """What to call, and how many calls fall back for the reason under test.
 
     Attributes:
         model: makes the model for a device.
-        counts: token counts of the calls, in order.
-        hits: how many of them fall back for the reason; no call falls back for another one.
-        around: made for a device, wraps every call.
-        calls: makes a call's arguments, where tokens are not enough.
+        counts: tokens of each call, in order.
+        hits: how many calls fall back for the reason; none falls back for another reason.
+        around: device -> the context manager around every call.
+        calls: (token count, device) -> the arguments of a call.
     """
 
     model: Callable[[torch.device], Any]

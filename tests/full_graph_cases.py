@@ -1,4 +1,4 @@
-"""A capturable splitting op that reads its context, and a model of it with the context of its full graphs."""
+"""A capturable splitting op that reads the forward context, and a model with that op."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def calling_back(function: Any) -> Iterator[None]:
 
 
 def _centre_live(x: Tensor, out: Tensor) -> None:
-    """Subtract the mean of the live rows, whose number is in the context; padded rows become zeros."""
+    """Subtract the mean of the live rows, counted in the context; padded rows become zeros."""
     note("centre_live", x)
     for call_back in call_backs:
         call_back(call_backs)
@@ -58,7 +58,7 @@ class Centring(nn.Module):
 
 
 class Setup:
-    """A model, compiled, and the context of its full graphs: a count that is written in place."""
+    """A compiled model and the context of its full graphs: the live count, written in place."""
 
     def __init__(self, device: torch.device, model: nn.Module | None = None, **options: Any) -> None:
         self.device = device
@@ -78,7 +78,7 @@ class Setup:
 
 
 class LastRow(Centring):
-    """Its last segment reads the last row: padding would answer for a padded one."""
+    """The last segment reads the last row, which padding would replace."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[-1:] * 3

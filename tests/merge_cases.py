@@ -1,4 +1,4 @@
-"""Models with parallel linears, merged, and what became of their weights."""
+"""Models with parallel linears, and helpers that merge them and compare with eager."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH = 8
 
 
 class Layer(nn.Module):
-    """Grouped-query attention in outline, and a gated feed-forward: 2 groups, of 3 and 2 linears."""
+    """Outline of grouped-query attention and a gated feed-forward: groups of 3 and 2 linears."""
 
     def __init__(self, *, bias: bool = False) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Llama(nn.Module):
 
 
 class Parallel(nn.Module):
-    """`linears` of one input, their results side by side."""
+    """The concatenated results of `linears` of one input."""
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def groups(fast: Any) -> dict[str, int]:
 
 
 def storages(model: nn.Module) -> dict[int, int]:
-    """Storage -> bytes, of all parameters."""
+    """Storage id -> bytes, for all parameters."""
     return {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
 
 

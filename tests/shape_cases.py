@@ -1,4 +1,4 @@
-"""A model of one splitting op, both ways to compile it, and inputs of any shape."""
+"""A model around one splitting op, both ways to compile it, and random inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def by_pg_compile(model: Any, **options: Any) -> Any:
 
 
 def by_torch_compile(model: Any, token_dim: Any = None, **options: Any) -> Any:
-    """What a stack writes that knows nothing of us but the backend's name."""
+    """torch.compile with the backend's name, as a stack without our API writes it."""
     return torch.compile(model, backend="piecewise", options=OPTIONS | options)
 
 

@@ -1,4 +1,4 @@
-"""Our attention op without a cache: packed sequences, its registration, a model of it."""
+"""Our attention op without a cache: packed sequences, padding, and a model with the op."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], scale: float) -> Tensor:
-    """Row by row, in float64."""
+    """Attention row by row, in float64."""
     q64, k64, v64 = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     out = torch.zeros_like(q64)
@@ -64,7 +64,7 @@ def test_attention_takes_a_scale(device: torch.device) -> None:
 
 
 def test_attention_without_its_batch_is_refused(device: torch.device) -> None:
-    """Every token would see every other: fluent nonsense, and no error."""
+    """Otherwise every token would attend to every other one, without an error."""
     with pytest.raises(AttentionError, match=r"(?s)no field 'attention'.*AttentionBatch"):
         attention(*qkv(5, 2, 2, device, torch.float32))
 
@@ -102,7 +102,7 @@ def test_a_nan_of_the_model_shows(device: torch.device) -> None:
 
 
 def test_attention_takes_strided_queries(device: torch.device) -> None:
-    """q, k and v as slices of one merged projection."""
+    """q, k and v are slices of one merged projection."""
     merged = torch.randn(6, 3, 2, 8, device=device)
     q, k, v = merged.unbind(1)
     with packed([0, 6], device):
@@ -151,7 +151,7 @@ def test_model_with_attention_is_captured_and_padded(compiler: str, device: torc
 
 
 def test_out_style_op_needs_no_bridge_buffer(device: torch.device) -> None:
-    """The segment before allocates `out`: only the input (8 x 32 floats) is owned."""
+    """The segment before the op allocates `out`, so only the input (8 x 32 floats) needs a buffer."""
     fast = compiled(Attending().to(device))
     with packed([0, 8], device):
         fast(rows(8, device, 32))
@@ -159,7 +159,7 @@ def test_out_style_op_needs_no_bridge_buffer(device: torch.device) -> None:
 
 
 class Garbage(torch.overrides.TorchFunctionMode):
-    """empty_like as a process knows it that has run for a while: every time something else."""
+    """Uninitialised memory as in a process that has run for a while: other values at every call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Garbage(torch.overrides.TorchFunctionMode):
 def test_uninitialised_out_is_no_evidence_against_padding(
     scratch: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`out` leaves its segment uninitialised; what its memory happens to hold must not count as mixing."""
+    """`out` leaves its segment uninitialised: old values in its memory must not count as mixing."""
     garbage = Garbage()
 
     def compile_segment(original: Any, gm: Any, inputs: Any, compiler: str) -> Any:
@@ -191,7 +191,7 @@ def test_uninitialised_out_is_no_evidence_against_padding(
 
     def model(x: Tensor) -> Tensor:
         y = x * 2
-        if scratch:  # written tensors come and go before `out`, whose storage may get the number of theirs
+        if scratch:  # tensors are written and freed before `out`, which may get the storage number of one
             for _ in range(8):
                 y = torch.zeros_like(y).add_(y) + 1
         out = torch.empty_like(y)

@@ -1,4 +1,4 @@
-"""Functional ops, ops that take padding, and how often an op runs per forward."""
+"""Bridge buffers of functional ops, ops that take padding, and one run of each op per forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def test_cache_is_written_once_per_forward_with_live_rows_only(device: torch.device) -> None:
-    """Rehearsal, proof and capture included: a second write of a KV cache would be silent nonsense."""
+    """Rehearsal, proof and capture count too: a second write to a KV cache would go unnoticed."""
 
     class Caching(nn.Module):
         def __init__(self) -> None:
@@ -45,7 +45,7 @@ def test_cache_is_written_once_per_forward_with_live_rows_only(device: torch.dev
 
 
 def test_first_call_with_one_token_runs_each_op_once(device: torch.device) -> None:
-    """pg.compile traces such a call on a longer one; the tracing call executes nothing."""
+    """pg.compile traces such a call with more tokens, and the tracing call executes nothing."""
     fast = compiled(lambda x: ops.mix(x * 2) + 1)
     with watching() as seen:
         fast(rows(1, device))
@@ -69,7 +69,7 @@ BUFFER = 8 * WIDTH * 4  # bytes of 8 tokens
 
 @pytest.mark.parametrize("op", ["mix", "mix_strided"])
 def test_functional_op_goes_through_a_bridge_buffer(op: str, device: torch.device) -> None:
-    """mix_strided returns other strides than its fake promised; the next segment relies on the promise."""
+    """mix_strided returns other strides than its fake, and the next segment relies on the fake."""
     function = getattr(ops, op)
 
     def model(x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def test_unused_result_has_no_buffer(device: torch.device) -> None:
 
 
 def test_bridge_buffers_are_shared_by_layers(device: torch.device) -> None:
-    """Five layers, but never more than one result alive: one bridge."""
+    """Five layers with one live result at a time need one bridge buffer."""
 
     def model(x: Tensor) -> Tensor:
         for _ in range(5):
@@ -137,7 +137,7 @@ def test_padded_op_sees_the_bucket_and_zeros_in_the_tail(device: torch.device) -
 @pytest.mark.parametrize("write", [lambda h: h.add_(h[-1:].clone()), lambda h: h[-1:].mul_(3.0)])
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_write_in_place_that_mixes_tokens_is_seen(write: Any, compiler: str, device: torch.device) -> None:
-    """What a segment writes is an input of its, not an output."""
+    """The written tensor is an input of the segment, not an output."""
 
     def model(x: Tensor) -> Tensor:
         h = x * 2

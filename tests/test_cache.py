@@ -126,7 +126,7 @@ def test_other_compilers_leave_nothing(compiler: str, tmp_path: Path) -> None:
 
 
 def test_weights_are_not_in_the_file(tmp_path: Path) -> None:
-    """A layer of 16 MiB leaves a file that is far smaller, and other weights use it."""
+    """The file of a 16 MiB layer is far smaller, and a model with other weights loads it."""
     for seed, expected in ((0, {"cache_hits": 0, "compiles": 3}), (1, {"cache_hits": 3, "compiles": 0})):
         torch._dynamo.reset()
         torch.manual_seed(seed)
@@ -142,7 +142,7 @@ def test_weights_are_not_in_the_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def not_seven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if Inductor had found that its code is right for any number of tokens but 7."""
+    """Make Inductor find that its code is right for every token count except 7."""
 
     def compile_but_for_seven(compile_segment: Any, gm: Any, inputs: Any, compiler: str) -> Any:
         made = compile_segment(gm, inputs, compiler)

@@ -84,7 +84,7 @@ def test_damaged_file_is_not_used_and_is_replaced(
 
 
 def test_artifact_of_another_torch_under_our_key_is_not_used(folder: Path) -> None:
-    """The key makes it a miss already; if all versions lied, Inductor's own check would still hold."""
+    """The key would make this a miss. If the key lied, Inductor's own check would still refuse the file."""
     file = only_file(folder)
     entry = disk_cache.unpack(file.read_bytes())
     from torch._inductor.codecache import torch_key
@@ -103,7 +103,7 @@ def test_stale_files_are_left_alone_and_missed(folder: Path, monkeypatch: pytest
     assert len(list(folder.iterdir())) == 2
 
 
-# --- somebody else's ----------------------------------------------------------------------------------
+# --- files and folders of other users -----------------------------------------------------------------
 
 
 def test_file_or_folder_of_another_user_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_file_that_others_can_write_to_is_replaced_by_one_they_cannot(folder: Pa
 
 
 def test_nothing_but_a_plain_file_is_opened(folder: Path, tmp_path: Path) -> None:
-    """A link may lead anywhere; a pipe would wait for ever."""
+    """A link may lead anywhere, and opening a pipe would block for ever."""
     file = only_file(folder)
     elsewhere = tmp_path / "elsewhere"
     file.rename(elsewhere)

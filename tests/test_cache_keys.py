@@ -47,7 +47,7 @@ def test_function_of_the_users_has_no_key() -> None:
 
 
 def test_op_that_tracing_opens_is_not_saved(tmp_path: Path) -> None:
-    """Its Python code becomes part of what is compiled, and may change under the same name."""
+    """Tracing compiles the op's Python code, which may change while the name stays."""
     with torch.library._scoped_library("opened", "FRAGMENT") as library, unsaved("not_opaque"):
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda x: x + x, "CompositeImplicitAutograd")
@@ -62,7 +62,7 @@ def test_op_that_tracing_opens_is_not_saved(tmp_path: Path) -> None:
 
 
 def digest(function: Callable[..., Any] = torch.sin, x: Any = None, **mark: int) -> str:
-    """Key of the first segment of `function(x)`; no compile."""
+    """The key of the first segment of `function(x)`, without compiling it."""
     found: list[Any] = []
 
     def backend(gm: Any, inputs: Any) -> Any:

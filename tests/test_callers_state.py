@@ -1,4 +1,4 @@
-"""Threads, the collector, random state and grad modes: the caller's stay as they were."""
+"""Threads, garbage collector, random state and grad modes of the caller stay as they were."""
 
 from __future__ import annotations
 

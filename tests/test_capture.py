@@ -126,7 +126,7 @@ def test_make_inputs_may_return_any_form(form: str, model: Blocks, device: torch
 def test_make_inputs_of_another_size_is_named_with_the_size_asked_for(
     model: Blocks, device: torch.device
 ) -> None:
-    """A bucket must not go missing because make_inputs ignored its argument."""
+    """make_inputs that ignores its argument must not cost a bucket silently."""
     try:
         report = pg.capture(compiled(model), lambda n: rows(4, device), progress=False)
     except CaptureError as error:
@@ -205,6 +205,6 @@ def test_object_of_another_backend_is_refused(model: Blocks, device: torch.devic
         captured(torch.compile(model, backend="eager"), device)
 
 
-def test_model_that_nobody_compiled_is_refused(model: Blocks, device: torch.device) -> None:
+def test_model_that_was_not_compiled_is_refused(model: Blocks, device: torch.device) -> None:
     with pytest.raises(CaptureError, match="no piecewise trace"):
         captured(model, device)

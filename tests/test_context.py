@@ -1,4 +1,4 @@
-"""pg.forward_context: one batch, one context, nothing left behind."""
+"""pg.forward_context: one context per batch, and nothing of it remains afterwards."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_other_threads_do_not_see_it() -> None:
 
 @pytest.mark.parametrize("count", [3, 4, 9])
 def test_op_reads_the_context_of_its_own_call(count: int, device: torch.device) -> None:
-    """Replays and fallbacks alike: the value of the capture must not be baked in."""
+    """In replays and fallbacks alike: the value at capture must not stay."""
 
     def model(x: Tensor) -> Tensor:
         return torch.ops.toy.scale_by_context(x + 1) * 2

@@ -1,4 +1,4 @@
-"""Every reason for which a forward runs without a tape: reached here, answered right, counted, explained."""
+"""Every reason of a fallback is reached here: the answer is right, the reason counted and explained."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _plain(value: Any) -> Any:
 
 
 class Stateful:
-    """Eager's result of a model that keeps state, on state of its own."""
+    """The eager result of a model with state, computed on a copy of that state."""
 
     def __init__(self, model: nn.Module) -> None:
         import copy
@@ -152,7 +152,7 @@ def test_second_dynamic_dimension_runs_compiled_at_every_shape(device: torch.dev
 
 
 def test_size_that_is_no_dimension_of_an_input_left(device: torch.device) -> None:
-    """Only the number of rows of `y` varies, and the graph takes that number instead of `y`."""
+    """Only the row count of `y` varies, and the graph takes that count instead of `y`."""
 
     def model(x: Tensor, y: Tensor) -> Tensor:
         return ops.mix(x) * y.shape[0]
@@ -175,7 +175,7 @@ def test_size_that_depends_on_data(device: torch.device) -> None:
 
 
 def test_tuple_that_leaves_its_segment_whole() -> None:
-    """Dynamo unpacks tuples, so only a graph made by hand shows it."""
+    """Dynamo unpacks tuples, so this graph is made by hand."""
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     x.meta["example_value"] = torch.ones(4, WIDTH)
@@ -208,7 +208,7 @@ def test_gradients_are_right_under_grad_mode_and_tapes_are_used_without(device: 
     model = Blocks().to(device)
 
     class Plain(nn.Module):
-        """The same without ops, because toy ops have no derivative."""
+        """The same model without ops, because toy ops have no derivative."""
 
         def forward(self, x: Tensor) -> Tensor:
             for linear in model.linears:
@@ -269,7 +269,7 @@ def test_autocast_gives_the_low_precision_of_eager(device: torch.device) -> None
 
 
 def test_model_that_reduces_over_tokens_is_replayed_with_that_segment_unpadded(device: torch.device) -> None:
-    """A padding fault costs the segment, not the forward, unless its outputs share storage."""
+    """Only that segment runs unpadded, unless its outputs share storage."""
 
     def model(x: Tensor) -> Tensor:
         return ops.mix(x * 2) + x.mean(0)
@@ -283,7 +283,7 @@ def test_model_that_reduces_over_tokens_is_replayed_with_that_segment_unpadded(d
 
 @pytest.mark.parametrize("tracer", ["pg", "torch"])
 def test_int_argument_that_changes(tracer: str, device: torch.device) -> None:
-    """Dynamo makes the second value a symbol without bounds."""
+    """Dynamo makes a symbol without bounds of the second value."""
 
     def model(x: Tensor, n: int) -> Tensor:
         return ops.mix(x) * n

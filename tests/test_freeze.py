@@ -39,7 +39,7 @@ def test_serves_every_token_count_without_dynamo(
 
 @pytest.mark.parametrize("other", [lambda x: x, lambda x: x.view(x.shape)], ids=["same", "view"])
 def test_example_that_names_one_tensor_twice_is_refused(device: torch.device, other: Any) -> None:
-    """The graph's inputs are told apart by the example's tensors: these two could not be."""
+    """pg.freeze finds the graph's inputs by the example's tensors, and these two look the same."""
     x = rows(3, device)
     with pytest.raises(FreezeError, match=r"'x' and 'y'.*same memory"):
         pg.freeze(compiled(Weighs()), x, other(x))
@@ -51,7 +51,7 @@ def test_example_that_names_one_tensor_twice_is_refused(device: torch.device, ot
 
 @pytest.mark.parametrize("asked", [{}, {"return_dict": False}])
 def test_owned_outputs_are_whole_objects_of_their_own(asked: dict[str, bool], device: torch.device) -> None:
-    """They are made without the class's constructor; nothing that users do with them may tell."""
+    """The library makes them without the class's constructor; users must not notice."""
     model = models.build("llama", device=device)
     fast = pg.compile(model, compiler="eager", capture_sizes=[4])
     call = pg.freeze(fast, **models.call("llama", models.random_ids(3, device=device)), **asked)

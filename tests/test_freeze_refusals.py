@@ -1,4 +1,4 @@
-"""pg.freeze: every call that differs from the example is refused by name; weights that moved."""
+"""pg.freeze: calls that differ from the example are refused by name; so are moved weights."""
 
 from __future__ import annotations
 

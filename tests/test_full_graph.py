@@ -105,7 +105,7 @@ def test_capture_that_fails_costs_the_bucket_and_says_why(
 
 
 def test_ops_run_once_per_forward(device: torch.device) -> None:
-    """Rehearsal and capture included."""
+    """Rehearsal and capture count too."""
     if device.type == "cuda":
         pytest.skip("a replayed graph calls no Python")
     setup = Setup(device)

@@ -1,4 +1,4 @@
-"""FULL mode: padding and aliasing of forwards that run uncaptured, and pg.capture."""
+"""FULL mode: padding and aliasing of uncaptured forwards, and pg.capture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from piecewise_graph.errors import CaptureError
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-# --- padding and aliasing, where a forward answers uncaptured -----------------------------------------
+# --- padding and aliasing of uncaptured forwards -----------------------------------------
 
 
 def centred_live(y: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def test_segments_that_mix_or_alias_stay_right(
 
 
 def test_unprovable_inputs_are_not_padded(device: torch.device) -> None:
-    """Equal ids hide whether rows mix; until that is known, the answer is computed without padding."""
+    """Equal ids do not show whether rows mix. Until that is known, the call runs unpadded."""
 
     class Summing(nn.Module):
         def __init__(self) -> None:
@@ -179,7 +179,7 @@ def test_weight_may_move_as_long_as_nothing_was_captured(device: torch.device) -
 
 
 def test_forward_inside_a_splitting_op_is_not_replayed(device: torch.device) -> None:
-    """Its replay would overwrite what the outer forward has computed so far."""
+    """The replay would overwrite results of the outer forward."""
     setup, x = Setup(device), rows(3, device)
     setup.call(3, full=False), setup.call(3, full=False)
     with pg.forward_context(live=setup.live):

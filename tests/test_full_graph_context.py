@@ -1,4 +1,4 @@
-"""FULL mode: a graph serves the context that it was captured with, and refuses any other by name."""
+"""FULL mode: a graph serves the context of its capture, and another context is refused by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def test_another_object_in_the_context_is_refused_by_name(device: torch.device) -> None:
-    """The graph reads the old tensor: an answer for another batch, at full speed."""
+    """The graph reads the old tensor and would answer for another batch."""
     setup = Setup(device)
     setup.call(3)
     setup.call(3)
@@ -79,7 +79,7 @@ def grow(live: Tensor) -> None:
 @pytest.mark.parametrize("change", [move_data, grow])
 @pytest.mark.parametrize("inside", [False, True])
 def test_tensor_that_was_moved_is_refused(change: Any, inside: bool, device: torch.device) -> None:
-    """The object is the same, its memory is not."""
+    """The object is the same, and its memory is another."""
     setup = Setup(device, check="always")
     fields = {"batch": types.SimpleNamespace(nested=(setup.live,))} if inside else {}
     setup.call(3, **fields)

@@ -52,7 +52,7 @@ def needed(plan: Any, tokens: int) -> int:
 
 
 def budgeted(device: torch.device, **options: Any) -> tuple[nn.Module, Any]:
-    """A model for 64, 2 and 1 tokens whose budget has room for 2 and 1."""
+    """A model with capture sizes 64, 2 and 1, and a budget for 2 and 1."""
     model = Blocks(LAYERS)
     model.linears = nn.ModuleList(nn.Identity() for _ in range(LAYERS))  # any width
     sizes = {"capture_sizes": [1, 2, 64], "max_tokens": 64}
@@ -128,7 +128,7 @@ def test_subset_that_was_planned_before_is_no_way_around_the_budget(device: torc
 
 
 def test_trace_of_a_fixed_size_keeps_to_the_budget(device: torch.device) -> None:
-    """Plain torch.compile traces its first size as a constant, whatever the capture sizes are."""
+    """Plain torch.compile traces its first size as a constant, even if it is no capture size."""
     model = Blocks(LAYERS).to(device)
     fast = through_torch(model, capture_sizes=[2], max_tokens=64, max_graph_bytes=1)
     with pg.counters.expect(tapes=0, **{"fallbacks:over_budget": 2}):

@@ -1,4 +1,4 @@
-"""merge_linears: parallel linears run as one; which ones do, and which stay apart."""
+"""merge_linears: which parallel linears run as one, and which stay apart."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_weight_that_is_read_elsewhere_stays_apart(device: torch.device) -> None
 def test_linear_whose_result_lies_otherwise_stays_apart(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No kernel of today makes one."""
+    """No kernel of today returns such a result."""
     results_are_strided(monkeypatch)
     model = Parallel(linear(), linear()).to(device)
     before, fast = storages(model), merged(model)

@@ -1,4 +1,4 @@
-"""merge_linears: weights that something else holds, and layouts that several models share."""
+"""merge_linears: weights with other holders, and layouts that several models share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def part(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("hold", [state_dict, detached, storage, part])
-def test_weight_that_somebody_holds_is_not_moved(hold: Callable[[nn.Module], Any]) -> None:
+def test_weight_with_another_holder_is_not_moved(hold: Callable[[nn.Module], Any]) -> None:
     model = Llama(1)
     held, before = hold(model), storages(model)
     fast = merged(model)
@@ -85,7 +85,9 @@ def test_weights_in_shared_memory_and_of_inference_mode_are_not_moved() -> None:
         assert apart(fast) == {"inference_tensor": 1}
 
 
-def test_replaced_weight_whose_neighbour_somebody_holds_is_refused_by_name(device: torch.device) -> None:
+def test_replaced_weight_is_refused_by_name_where_its_neighbour_has_another_holder(
+    device: torch.device,
+) -> None:
     model = Llama().to(device)
     fast = merged(model, cuda_graphs="off")
     agree(fast, model, device, [3])
@@ -168,7 +170,7 @@ def test_two_merged_engines_share_the_memory(device: torch.device) -> None:
 
 
 def test_graphs_of_another_layout_keep_their_weights(device: torch.device) -> None:
-    """Two models share linears; the second would merge them with one more."""
+    """Two models share linears, and the second one would merge them with a third linear."""
     a, b, c = (linear().to(device) for _ in range(3))
     small, large = Parallel(a, b), Parallel(a, b, c)
     call = pg.freeze(merged(small), rows(3, device))

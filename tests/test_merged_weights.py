@@ -174,7 +174,7 @@ def test_merged_weights_die_with_the_model(reset: bool, device: torch.device) ->
 
 
 def test_reset_lets_go_of_the_memory(device: torch.device) -> None:
-    """Graphs hold the merged tensors; without them only the parameters do."""
+    """Without graphs, only the parameters hold the merged tensors."""
     others = merged_tensors()
     model = Llama().to(device)
     fast = merged(model)

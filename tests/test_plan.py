@@ -1,4 +1,4 @@
-"""pg.plan against what capturing takes."""
+"""pg.plan: planned bytes against the bytes that capturing takes."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MIB = 2**20
 
 
 def slack(device: torch.device) -> int:
-    """Of the GPU's allocator, which hands out 2 MiB at once; a CPU's stand-ins count to the byte."""
+    """Bytes of the GPU's allocator, which hands out 2 MiB at once; stand-ins on a CPU are exact."""
     return 2 * MIB if device.type == "cuda" else 0
 
 
 def assert_as_planned(plan: Any, report: Any, device: torch.device) -> None:
-    """Within 10 % of what was taken, bucket by bucket and together; on a CPU to the byte."""
+    """Assert that every bucket and the sum are within 10 % of what was taken; exact on a CPU."""
     assert [b.tokens for b in plan.buckets] == [b.tokens for b in report.captured]
     assert [b.graphs for b in plan.buckets] == [b.graphs for b in report.captured]
     assert [b.graph_bytes for b in plan.buckets] == [b.planned_bytes for b in report.captured]
@@ -56,7 +56,7 @@ def assert_as_planned(plan: Any, report: Any, device: torch.device) -> None:
 
 
 class Strange(nn.Module):
-    """Segments of every kind: outputs that share storage, one that only allocates, one that casts."""
+    """Segments with outputs that share storage, one that only allocates, and one that casts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Strange(nn.Module):
 
 
 class Unpadded(nn.Module):
-    """One segment divides by the token count: it runs uncaptured, into buffers."""
+    """One segment divides by the token count, so it runs uncaptured, into buffers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.mix(ops.mix(x * 2) / x.shape[0]) + 1
@@ -139,7 +139,7 @@ def test_planning_captures_nothing_and_counts_nothing(model: Blocks, device: tor
 
 
 def test_planning_calls_no_splitting_op(device: torch.device) -> None:
-    """What it would append to a cache would stay there."""
+    """The op would append to a cache, and the rows would stay there."""
     cache = torch.zeros(WIDTH, device=device)
 
     class Caching(nn.Module):
@@ -234,9 +234,9 @@ def test_without_a_plan_nothing_is_said_of_one(model: Blocks, device: torch.devi
 
 
 def test_traces_of_one_model_share_the_planned_pool(device: torch.device) -> None:
-    """A graph break makes two traces of one forward; each has its rows, under its number in pg.explain.
+    """A graph break makes two traces of one forward, each with rows under its number in pg.explain.
 
-    Behind the break Dynamo sees a fixed size first: that trace, number 1, serves no capture size.
+    Behind the break Dynamo sees a fixed size first. That trace, number 1, serves no capture size.
     """
 
     def broken(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Graph pools: shared, released, rebuilt, and gone with their models."""
+"""Graph pools are shared, released, rebuilt, and freed with their models."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_release_gives_everything_back_and_the_pool_can_be_used_again(
 
 
 def test_release_after_pg_capture_runs_compiled(model: Blocks, device: torch.device) -> None:
-    """Sealed by pg.capture: nothing is captured behind the caller's back."""
+    """pg.capture sealed the model: nothing is captured lazily."""
     pool = new_pool()
     fast = compiled(model, pool=pool, capture="explicit")
     pg.capture(fast, lambda n: rows(n, device), progress=False)
@@ -176,7 +176,7 @@ def test_deleted_model_and_weights_are_collected(device: torch.device) -> None:
 
 
 def live_tensors() -> tuple[int, int]:
-    """(Python tensors, bytes of device memory) alive now."""
+    """Count (Python tensors, bytes of device memory) that are alive."""
     gc.collect()
     count = sum(isinstance(thing, Tensor) for thing in gc.get_objects())
     return count, torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

@@ -1,4 +1,4 @@
-"""pg.explain: for people and for programs."""
+"""pg.explain: its text and its JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS = 3
 
 @pytest.fixture
 def used(device: torch.device) -> tuple[Blocks, object]:
-    """A model that was called with 3, 3, 4, 8 and 9 tokens, and what pg.compile returned."""
+    """A model and its compiled model after calls with 3, 3, 4, 8 and 9 tokens."""
     model = Blocks(LAYERS).to(device)
     fast = compiled(model)
     for count in (3, 3, 4, 8, 9):

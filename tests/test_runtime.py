@@ -53,7 +53,7 @@ def test_static_outputs_are_overwritten_by_the_next_replay(model: Blocks, device
     assert_same(kept, model(second))
 
 
-def test_copied_outputs_are_nobody_elses_memory(model: Blocks, device: torch.device) -> None:
+def test_copied_outputs_have_memory_of_their_own(model: Blocks, device: torch.device) -> None:
     fast = compiled(model)
     x = rows(3, device)
     fast(x)
@@ -88,7 +88,7 @@ def test_input_of_other_strides_is_read_right(device: torch.device) -> None:
 
 
 def test_bucket_leaves_nothing_of_a_longer_call_behind(device: torch.device) -> None:
-    """5 tokens after 8 in one bucket: the tail of the longer call must not be seen."""
+    """5 tokens after 8 in one bucket: rows of the longer call must not be seen."""
     model = Blocks().to(device)
     fast = compiled(model, capture_sizes=[8])
     for count in (8, 8, 5, 8, 1):
@@ -150,7 +150,7 @@ def test_state_dict_loaded_after_capture_is_seen(model: Blocks, device: torch.de
 
 
 def test_old_weight_stays_alive_while_it_is_captured(model: Blocks, device: torch.device) -> None:
-    """With check="off" a swapped weight is read at its old address, never at freed memory."""
+    """With check="off" graphs read a swapped weight at its old address, which must stay allocated."""
     fast = compiled(model, check="off")
     x = rows(3, device)
     wanted = fast(x)
@@ -162,7 +162,7 @@ def test_old_weight_stays_alive_while_it_is_captured(model: Blocks, device: torc
 
 
 def test_replaced_parameter_object_is_right(model: Blocks, device: torch.device) -> None:
-    """Dynamo sees another Parameter object; the answer follows the new one, or the call raises."""
+    """Dynamo sees another Parameter object: the answer follows the new weight, or the call raises."""
     fast = compiled(model)
     x = rows(3, device)
     fast(x), fast(x)
@@ -180,8 +180,10 @@ def test_replaced_parameter_object_is_right(model: Blocks, device: torch.device)
 
 @pytest.mark.parametrize("first", [torch.zeros(4, WIDTH), torch.ones(1, WIDTH)])
 def test_proof_of_padding_does_not_trust_degenerate_values(first: Tensor, device: torch.device) -> None:
-    """On zeros `x / T` is the same at every size. Warm-up inputs often are zeros, and so is the centred
-    value of a lone token; the verdict must not be formed from them alone."""
+    """On zeros `x / T` is the same at every size, so zeros prove nothing.
+
+    Warm-up inputs are often zeros, and so is the centred value of a single token.
+    """
 
     def model(x: Tensor) -> Tensor:
         return ops.mix(ops.mix(x) / x.shape[0]) + 1

@@ -1,4 +1,4 @@
-"""Every call is right or refused by name, whatever its layout, its other arguments and the modes in force."""
+"""Memory layouts, other arguments and modes: every call is right or refused by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 @both_ways
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_slices_of_a_larger_batch_buffer_are_right(compiler: str, compile: Any, device: torch.device) -> None:
-    """A serving stack keeps one `[B, longest]` buffer: rows are further apart than T."""
+    """A serving stack keeps one `[B, longest]` buffer, so rows are further apart than T."""
 
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -107,12 +107,12 @@ def test_left_padded_masks_are_right(name: str, batch: int, compile: Any, device
             mask = torch.ones(batch, n, dtype=torch.long, device=device)
             mask[0, :padding] = 0
             inputs = call(name, random_ids(n, batch, device)) | {"attention_mask": mask}
-            live = mask.bool()  # what a masked row holds is nobody's business
+            live = mask.bool()  # masked rows may hold anything
             assert_same(rows(compiled(**inputs))[live], rows(model(**inputs))[live])
 
 
 def greedy(forward: Any, prompt: Tensor, steps: int) -> list[int]:
-    """Prefill, then one token at a time, over a cache that grows."""
+    """Prefill, then decode one token at a time with a cache that grows."""
     cache, ids, found = DynamicCache(), prompt, []
     for _ in range(steps):
         output = forward(input_ids=ids, past_key_values=cache, use_cache=True)

@@ -1,4 +1,4 @@
-"""What crosses a cut, and what may not: each trap of splitting a Dynamo graph."""
+"""What crosses a cut of a Dynamo graph, and what must not, compared with eager."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_tensor_constants_and_globals_are_bound_not_copied_in(device: torch.devi
 
 
 def test_weights_are_read_where_they_are(device: torch.device) -> None:
-    """Copies of weights would show as buffer bytes, and an in-place update would not be seen."""
+    """A copied weight would show as buffer bytes and miss in-place updates."""
     model = Blocks(2, width=64).to(device)
     fast = compiled(model)
     x = rows(3, device, 64)
@@ -209,7 +209,7 @@ UNARY |= {"mix out": mixed_out, "halved view": halved_view}
 
 
 class Chain(nn.Module):
-    """Steps by name; a number adds the value that many steps back, "linear" is a layer of its own."""
+    """Steps by name; a number adds the value of so many steps before, "linear" is a new layer."""
 
     def __init__(self, steps: list[str | int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Writes across cuts, and the steps that a graph is split into."""
+"""Writes across cuts, and the steps of a split graph."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_segment_that_only_writes_is_not_dropped(device: torch.device) -> None:
     def model(x: Tensor) -> Tensor:
         y = x * 2
         z = ops.mix(y)
-        y.add_(1)  # nobody reads what this returns
+        y.add_(1)  # the result is not read
         return y + ops.mix(z)
 
     check(model, device, expect=counts_of(segments=3, op_steps=2))
@@ -88,7 +88,7 @@ def test_op_writes_a_base_whose_view_is_read_later(device: torch.device) -> None
 
 
 def test_op_that_writes_the_callers_tensor_reaches_it(device: torch.device) -> None:
-    """A written activation is written back, or the call runs without a tape; it is never lost."""
+    """A write to an activation reaches the caller: written back, or done by a call without a tape."""
 
     def model(x: Tensor) -> Tensor:
         ops.halve(x)
@@ -103,7 +103,7 @@ def test_op_that_writes_the_callers_tensor_reaches_it(device: torch.device) -> N
 
 
 def test_cache_that_is_an_argument_of_forward_is_written_by_every_call(device: torch.device) -> None:
-    """A KV cache handed to forward has no token dimension and is no weight; op writes must reach it."""
+    """Op writes must reach a KV cache that is an argument without a token dimension."""
 
     def model(x: Tensor, cache: Tensor) -> Tensor:
         y = x * 2

@@ -1,4 +1,4 @@
-"""The registry of splitting ops, ops whose declaration lies, and ops that nobody registered."""
+"""The registry of splitting ops, ops with a wrong declaration, and ops that are not registered."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_sdpa_is_registered_by_default() -> None:
 
 
 def test_op_of_another_domain_with_an_out_overload_is_accepted() -> None:
-    """`op.out` returns its out argument: torch's own convention."""
+    """By torch's convention `op.out` returns its out argument."""
     name = "aten::cumprod"
     try:
         assert pg.register_splitting_op(name).name == name
@@ -130,7 +130,7 @@ def test_undeclared_write_is_refused_and_names_the_argument(device: torch.device
 
 
 def test_declared_write_is_not_mistaken_for_an_undeclared_one(device: torch.device) -> None:
-    """`halve` writes x, which another name of the same storage reads."""
+    """`append` writes `y[0]`, whose storage it also reads as `y`."""
 
     def model(x: Tensor) -> Tensor:
         y = x * 2

@@ -1,4 +1,4 @@
-"""Every token count is right or refused by name; how many traces that takes."""
+"""Every token count is right or refused by name, with a bounded number of traces."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LIBRARY.impl("logged_copy", lambda x, log: torch.empty_like(x), "Meta")
 
 
 def test_no_splitting_op_runs_twice_in_any_call(device: torch.device) -> None:
-    """Tracing at one token, rehearsal and capture leave a cache written exactly once."""
+    """Tracing at one token, rehearsal and capture together write a cache once."""
     pg.register_splitting_op("pg_test_shapes::logged_copy")
 
     class Logs(nn.Module):
@@ -115,7 +115,7 @@ class Wide(nn.Module):
 
 
 def test_a_width_above_max_tokens_is_not_taken_for_the_token_count(device: torch.device) -> None:
-    """Traces of fixed shapes (the first size, one token) of features wider than max_tokens are captured."""
+    """Traces of fixed shapes (the first size, one token) are captured for features wider than max_tokens."""
     model = Wide()
     compiled = by_torch_compile(model)
     with pg.counters.expect(**{"fallbacks:above_max_tokens": 0}):
@@ -126,7 +126,7 @@ def test_a_width_above_max_tokens_is_not_taken_for_the_token_count(device: torch
 
 @both_ways
 def test_two_models_of_one_class_answer_with_their_own_weights(compile: Any, device: torch.device) -> None:
-    """Dynamo shares what it compiled between modules of one class whose options are equal."""
+    """Dynamo shares compiled code between modules of one class with equal options."""
     models = [Attend().to(device) for _ in range(2)]
     compiled = [compile(model, token_dim={"x": 0}) for model in models]
     for n in (5, 1, 7, 5, 20):
@@ -136,7 +136,7 @@ def test_two_models_of_one_class_answer_with_their_own_weights(compile: Any, dev
 
 
 def test_ten_models_of_one_class_are_all_compiled(device: torch.device) -> None:
-    """More than Dynamo's recompile limit of 8, which counts per code object."""
+    """Ten models exceed Dynamo's recompile limit of 8, which counts per code object."""
     models = [Attend().to(device) for _ in range(10)]
     with pg.counters.expect(traces=10, fallbacks=0):
         for model in models:
@@ -145,7 +145,7 @@ def test_ten_models_of_one_class_are_all_compiled(device: torch.device) -> None:
 
 
 def test_a_model_that_cannot_run_at_the_proofs_size_is_right(device: torch.device) -> None:
-    """Normalising over tokens needs two of them; the padding proof of bucket 2 must not need one."""
+    """Normalising over tokens needs two tokens, so the padding proof of bucket 2 cannot run with one."""
     model = Attend(lambda x: F.batch_norm(x, None, None, training=True)).to(device)
     compiled = by_pg_compile(model, token_dim={"x": 0})
     for n in (2, 3, 2, 7, 3):

@@ -1,4 +1,4 @@
-"""Where the token dimension is, what other dimensions may do, and inputs that cannot work."""
+"""Where the token dimension is, how other dimensions may vary, and inputs that are refused."""
 
 from __future__ import annotations
 

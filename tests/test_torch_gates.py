@@ -57,7 +57,7 @@ def test_value_range_follows_a_bound_of_the_mark() -> None:
 
 
 def test_value_range_of_an_integer_argument_is_a_pair() -> None:
-    """A plain int that varies has no bounds at all; its range must be readable all the same."""
+    """A plain int that varies has no bounds, and its range is readable."""
 
     def ranges(gm: GraphModule) -> list[Any]:
         symbols = [_torch.example_value(n) for n in placeholders(gm)]
@@ -246,7 +246,7 @@ class Times(nn.Module):
 
 @pytest.mark.parametrize("constant", [False, True])
 def test_a_number_that_differs_between_modules_is_traced_as_it_is(constant: bool) -> None:
-    """Without it, it would be a symbol: an argument of the graph."""
+    """Otherwise the number would be a symbol, an argument of the graph."""
     traced = Traced()
     for number in (0.5, 0.25):
         compiled = torch.compile(Times(number), backend=traced)
@@ -256,7 +256,7 @@ def test_a_number_that_differs_between_modules_is_traced_as_it_is(constant: bool
 
 
 def test_dynamo_looks_at_every_weight() -> None:
-    """Guards of a trace that was made since see a weight of another dtype in an unchanged module."""
+    """Guards of a new trace notice a weight of another dtype in an unchanged module."""
     _torch.guard_every_weight()
     traced: list[GraphModule] = []
 

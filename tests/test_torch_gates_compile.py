@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 def test_compiled_segment_serves_all_sizes_and_returns_a_sequence(
     compiler: str, device: torch.device
 ) -> None:
-    """Compiled inside of the backend call, as the library does it."""
+    """The segment is compiled inside the backend call, as in the library."""
     made: list[Any] = []
 
     def look(gm: GraphModule) -> None:
@@ -96,7 +96,7 @@ def test_bad_artifact_raises_something(tmp_path: Path) -> None:
 
 
 def test_generated_modules_are_listed_with_the_libraries_of_their_kernels() -> None:
-    """C++ kernels are builtin functions of a module whose file is the library, in Inductor's cache."""
+    """C++ kernels are builtin functions of a module; its file is the library in Inductor's cache."""
     before = len(_torch.code_modules())
     compiled_in_backend(torch.device("cpu"))
     added = _torch.code_modules()[before:]
@@ -188,7 +188,7 @@ def test_code_for_exact_sizes_computes_the_same(dependent_launches: bool) -> Non
 
 
 def test_kernels_wait_first_only_inside_of_the_block() -> None:
-    """What they then look like is in test_closed_holes.py."""
+    """test_closed_holes.py looks at the generated code."""
     from torch._inductor.codegen.triton import TritonKernel
 
     theirs = TritonKernel._filter_pdl

@@ -56,7 +56,7 @@ def test_storage_identity_follows_views(device: torch.device) -> None:
     assert _torch.storage_id(real) == _torch.storage_id(real.view(-1)[3:])
 
 
-def test_everybody_who_holds_a_storage_is_counted(device: torch.device) -> None:
+def test_every_holder_of_a_storage_is_counted(device: torch.device) -> None:
     alone = nn.Parameter(torch.randn(8, 8, device=device))
     assert _torch.storage_holders(alone) == _torch.storage_holders(alone) == 1
     for hold in (Tensor.detach, lambda t: t.data, lambda t: t[2:], Tensor.untyped_storage, Tensor.t):

@@ -162,7 +162,7 @@ class Blocks(nn.Module):
 
 
 class Weighs(nn.Module):
-    """Two inputs with tokens in dimension 0, of which one goes through an op."""
+    """Two inputs with tokens in dimension 0; one goes through an op."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return ops.mix(x * 2) + y
