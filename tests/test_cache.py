@@ -68,6 +68,7 @@ def result(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_processes_fill_one_folder_at_once_and_the_next_one_compiles_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "segments"
     writers = [start(folder, tmp_path / name, 0) for name in ("one", "other")]
