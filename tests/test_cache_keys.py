@@ -179,6 +179,7 @@ def test_pass_that_a_user_added_has_no_key() -> None:
         digest()
 
 
+@pytest.mark.slow
 def test_key_is_the_same_whatever_the_order_of_sets() -> None:
     """Options print in one order in every process."""
     script = "from piecewise_graph import _torch; print(_torch.compile_options())"

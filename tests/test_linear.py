@@ -24,6 +24,7 @@ DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 
 
+@pytest.mark.slow
 @starts_the_interpreter
 def test_kernels_in_the_interpreter() -> None:
     assert_passes_interpreted(__file__)
