@@ -31,7 +31,6 @@ _EXPECTED = {
     "pool": "a pg.GraphPool() or None",
     "specialize": "a list of capture sizes",
 }
-_SEE_REASONS = 'see piecewise_graph/README.md, "Fallback reasons"'
 
 
 class ConfigError(PiecewiseError, ValueError):
