@@ -10,7 +10,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 
@@ -328,9 +328,11 @@ def size_hint(shape_env: Any, symbol: sympy.Symbol) -> int | None:
     return None if value is None else int(value)
 
 
-def is_profiling() -> bool:
-    """Whether a profiler records what this thread does."""
-    return bool(torch.autograd._profiler_enabled())
+def named_range(name: str) -> AbstractContextManager[Any]:
+    """Mark a block in the trace of a profiler; free of cost where none records this thread."""
+    if not torch.autograd._profiler_enabled():
+        return nullcontext()
+    return torch.profiler.record_function(name)
 
 
 def holds(shape_env: Any, condition: sympy.Basic) -> bool:

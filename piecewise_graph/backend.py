@@ -17,10 +17,10 @@ from piecewise_graph.compiler.segments import CompiledGraph, compile_split
 from piecewise_graph.compiler.specialize import specialized
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import ConfigError, LeakWarning
-from piecewise_graph.runtime.model_state import FindFamily, all_families, family_of
+from piecewise_graph.runtime.model_state import FindState, all_states, state_for_trace
 from piecewise_graph.runtime.per_model import per_model
 from piecewise_graph.runtime.runtime import Runtime
-from piecewise_graph.runtime.unsplit import WholeRuntime
+from piecewise_graph.runtime.unsplit import UnsplitRuntime
 from piecewise_graph.sizes import ShapeContract, relaxed_range
 from piecewise_graph.splitter.merge_linears import merge_linears
 from piecewise_graph.splitter.merged_weights import Merge, with_merged
@@ -53,23 +53,23 @@ def piecewise(
         raise ConfigError.mode_given(mode)
     config = PiecewiseConfig.from_options(options)
     code = _torch.current_root_code()
-    return build(gm, example_inputs, lambda weights: family_of(config, weights, code))
+    return build(gm, example_inputs, lambda weights: state_for_trace(config, weights, code))
 
 
-def build(gm: GraphModule, example_inputs: Sequence[Any], find_family: FindFamily) -> Callable[..., Any]:
+def build(gm: GraphModule, example_inputs: Sequence[Any], find_state: FindState) -> Callable[..., Any]:
     """One trace: split, compile, ready to run.
 
     Args:
-        find_family: weights of a model -> its family.
+        find_state: weights of a model -> its model state.
     """
     counters.add("traces")
     _torch.guard_every_weight()
-    family = find_family([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
-    compiler = family.config.compiler
+    state = find_state([x for x in example_inputs if isinstance(x, torch.nn.Parameter)])
+    compiler = state.config.compiler
     _torch.publish_graph("before_split", gm)
     reason = _keeps_whole(gm, example_inputs)
     merged, merge = gm, Merge()
-    if reason is None and family.config.merge_linears:
+    if reason is None and state.config.merge_linears:
         merged, merge = merge_linears(gm, example_inputs)
     try:
         graph = split(merged) if reason is None else None
@@ -79,20 +79,20 @@ def build(gm: GraphModule, example_inputs: Sequence[Any], find_family: FindFamil
         whole, why = _torch.compile_whole(gm, example_inputs, compiler), reason
         weights = [(i, x) for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)]
         return per_model(
-            lambda of, bound: WholeRuntime(whole, why, of, bound), find_family, weights, example_inputs
+            lambda of, bound: UnsplitRuntime(whole, why, of, bound), find_state, weights, example_inputs
         )
     assert graph is not None
     for leak in graph.leaks:
         _warn_leak(leak)
-    compiled = compile_split(graph, compiler, family.compiled, family.config.artifact_dir)
+    compiled = compile_split(graph, compiler, state.compiled, state.config.artifact_dir)
     _count(compiled)
     program = replace(_program(gm, example_inputs, compiled), merge=merge)
     static = None if program.contract.symbols else _static_tokens(graph)
     bound = _bound_tensors(graph, example_inputs)
     at_fixed_addresses = _fixed(graph, with_merged(example_inputs, merge.layouts))
-    program = specialized(program, static, at_fixed_addresses, family.config, family.compiled)
+    program = specialized(program, static, at_fixed_addresses, state.config, state.compiled)
     return per_model(
-        lambda of, tensors: Runtime(program, of, static, tensors), find_family, bound, example_inputs
+        lambda of, tensors: Runtime(program, of, static, tensors), find_state, bound, example_inputs
     )
 
 
@@ -101,8 +101,8 @@ def reset() -> None:
 
     Reached by torch._dynamo.reset() too, which also makes Dynamo trace anew.
     """
-    for family in all_families():
-        family.reset()
+    for state in all_states():
+        state.reset()
 
 
 piecewise.reset = reset  # type: ignore[attr-defined]  # Dynamo looks for it on the backend function
@@ -225,11 +225,7 @@ def _writes_an_input(compiled: CompiledGraph) -> bool:
 
 def _has_derived_sizes(graph: SplitGraph, token: sympy.Symbol) -> bool:
     """A splitting op or the caller would get a tensor that cannot be narrowed to the live tokens."""
-    return any(
-        spec is not None and spec.is_derived(token)
-        for slot in graph.slots_outside_segments()
-        for spec in (graph.specs[slot],)
-    )
+    return any(graph.spec(slot).is_derived(token) for slot in graph.slots_outside_segments())
 
 
 def _static_tokens(graph: SplitGraph) -> int:

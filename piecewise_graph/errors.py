@@ -236,6 +236,20 @@ class GraphPoolError(PiecewiseError):
             "call it between forwards.",
         )
 
+    @classmethod
+    def inside_capture(cls, name: str) -> GraphPoolError:
+        return cls(
+            f"{name} cannot be captured while the current stream is capturing another graph.",
+            "call capture_call before that capture begins, or after it has ended.",
+        )
+
+    @classmethod
+    def dropped(cls, name: str) -> GraphPoolError:
+        return cls(
+            f"the graph of {name} was dropped by pg.reset() or GraphPool.release().",
+            "capture it again: replay = pool.capture_call(body, device=...).",
+        )
+
 
 class CaptureError(PiecewiseError):
     """`pg.capture` could not do what it was asked for."""
@@ -248,6 +262,16 @@ class CaptureError(PiecewiseError):
             f"out of memory while capturing {size} tokens{told}: {cause} Set max_graph_bytes, or a smaller "
             "max_tokens or capture_sizes; pg.plan says what each size takes."
         )
+
+    @staticmethod
+    def not_planned(error: Exception) -> str:
+        """Why a bucket is missing from a plan, as reports show it."""
+        return f"cannot be planned: {type(error).__name__}: {error}"
+
+    @staticmethod
+    def failed(error: Exception) -> str:
+        """A bucket's failure, as `pg.explain` shows it; the call itself is answered uncaptured."""
+        return f"{type(error).__name__}: {error}"
 
     @staticmethod
     def over_budget(size: int, needed: int, budget: int) -> str:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from internals import replace_compile
 from toys import WIDTH, Blocks, assert_same, compiled, ops, rows
 
 import piecewise_graph as pg
-from piecewise_graph import _torch
 from piecewise_graph.compiler import disk_cache, segment_key
 from piecewise_graph.splitter.split import split
 
@@ -361,16 +361,15 @@ def test_cache_of_inductor_that_is_off_is_harmless(tmp_path: Path) -> None:
 @pytest.fixture
 def not_seven(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if Inductor had found that its code is right for any number of tokens but 7."""
-    compile_segment = _torch.compile_segment
 
-    def compile_but_for_seven(gm: Any, inputs: Any, compiler: str) -> Any:
+    def compile_but_for_seven(compile_segment: Any, gm: Any, inputs: Any, compiler: str) -> Any:
         made = compile_segment(gm, inputs, compiler)
         size = next(x.shape[0] for x in inputs if isinstance(x, torch.Tensor))
         if size == 7:
             raise RuntimeError("not 7")
         return made
 
-    monkeypatch.setattr(_torch, "compile_segment", compile_but_for_seven)
+    replace_compile(monkeypatch, compile_but_for_seven)
 
 
 @pytest.mark.usefixtures("not_seven")
@@ -393,7 +392,7 @@ def test_code_is_not_used_where_its_conditions_do_not_hold(tmp_path: Path, not_s
     assert list(names.values()) == ["c0"]
     assert condition.func.__name__ == "Unequality"
     with pytest.MonkeyPatch.context() as patch, missed(rejected="sizes"):
-        patch.setattr(_torch, "compile_segment", lambda gm, inputs, compiler: gm.forward)
+        replace_compile(patch, lambda original, gm, inputs, compiler: gm.forward)
         patch.setattr(disk_cache, "write_private", lambda *args: None)
         patch.setattr(disk_cache, "_artifact", lambda run: b"")
         run(tmp_path, count=7)

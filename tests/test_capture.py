@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from internals import fail_capture, is_sealed, pool_of
 from torch import Tensor
 from toys import SIZES, Blocks, assert_same, compiled, fallbacks, rows
 
 import piecewise_graph as pg
 from piecewise_graph.errors import CaptureError
-from piecewise_graph.graph_pool import GraphPool
 
 LAYERS = 2
 
@@ -42,7 +42,7 @@ def test_every_size_is_captured_largest_first(model: Blocks, device: torch.devic
     assert report.failed == {}
     assert report.seconds >= sum(bucket.seconds for bucket in report.captured) > 0
     assert report.buffer_bytes > 0
-    assert report.pool_bytes == fast.family.pool.bytes()
+    assert report.pool_bytes == pool_of(fast).bytes()
 
 
 def test_report_reads_well(model: Blocks, device: torch.device) -> None:
@@ -114,7 +114,7 @@ def test_sizes_that_are_no_capture_sizes_are_refused(
     fast = compiled(model)
     with pytest.raises(CaptureError, match=r"(?s)capture sizes.*\[4, 8\]"):
         captured(fast, device, sizes=sizes)
-    assert not fast.family.sealed
+    assert not is_sealed(fast)
 
 
 def test_empty_list_of_sizes_is_refused(model: Blocks, device: torch.device) -> None:
@@ -177,14 +177,7 @@ def test_graphs_off_captures_nothing_and_says_so(model: Blocks, device: torch.de
 def test_out_of_memory_in_one_bucket_is_in_the_report(
     model: Blocks, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = GraphPool.capture
-
-    def failing(self: GraphPool, run: Any, inputs: Any) -> Any:
-        if any(isinstance(x, Tensor) and x.shape[:1] == (6,) for x in inputs):
-            raise torch.OutOfMemoryError("wanted 12 GiB")
-        return original(self, run, inputs)
-
-    monkeypatch.setattr(GraphPool, "capture", failing)
+    fail_capture(monkeypatch, torch.OutOfMemoryError("wanted 12 GiB"), at=6)
     fast = compiled(model, capture_sizes=[4, 6])
     report = captured(fast, device)
     assert [bucket.tokens for bucket in report.captured] == [4]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from internals import replace_linear_choice, replace_segment_timing
 from torch import Tensor, nn
 from torch.nn import functional as F
 from toys import ops, rows
 
 import piecewise_graph as pg
 from piecewise_graph import _torch
-from piecewise_graph.compiler import specialize
 from piecewise_graph.errors import MergedWeightsError
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -133,7 +133,7 @@ def _pair(self: Any, x: Tensor) -> Tensor:
 
 def test_strided_bias_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(specialize, "choose", lambda *given: asked.append(given))
+    replace_linear_choice(monkeypatch, lambda *given: asked.append(given))
     model = Calls(lambda self, x: ops.mix_padded(F.linear(x, self.a.weight, self.bias)))
     model.register_buffer("bias", torch.zeros(16)[::2])
     agrees(exact(model, specialize=[1]), model)
@@ -157,8 +157,8 @@ def test_segments_that_write_what_they_are_given_are_timed_and_specialized(
         call()
         return 1.0
 
-    monkeypatch.setattr(specialize, "choose", lambda *_: {"16 16 2 4 1 1": 1.0, "library": 1.0})
-    monkeypatch.setattr(specialize.tuning, "graph_microseconds", microseconds)
+    replace_linear_choice(monkeypatch, lambda *_: {"16 16 2 4 1 1": 1.0, "library": 1.0})
+    replace_segment_timing(monkeypatch, microseconds)
 
     def run(self: Any, x: Tensor) -> Tensor:
         h = ops.mix_padded(self.a(x))

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from internals import replace_compile
 from torch import Tensor, nn
 from toys import WIDTH, Blocks, assert_same, check, compiled, ops, rows
 
 import piecewise_graph as pg
-from piecewise_graph import _torch
 
 
 @pytest.fixture(autouse=True)
@@ -162,15 +162,15 @@ def test_restart_raised_from_inside_a_compile_reaches_dynamo(
     """Dynamo starts over, and the aborted call leaves no trace behind that explain would show."""
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
-    compile_segment, raised = _torch.compile_segment, []
+    raised = []
 
-    def restart_once(*args: Any) -> Any:
+    def restart_once(compile_segment: Any, *args: Any) -> Any:
         if not raised:
             raised.append(True)
             raise TensorifyScalarRestartAnalysis(restart_reason="for the test")
         return compile_segment(*args)
 
-    monkeypatch.setattr(_torch, "compile_segment", restart_once)
+    replace_compile(monkeypatch, restart_once)
     model = Blocks(2).to(device)
     fast = compiled(model)
     x = rows(3, device)
@@ -184,15 +184,14 @@ def test_code_is_shared_by_traces_only_where_its_conditions_hold(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the compiler made one kind of code for up to 6 tokens and another for more."""
-    compile_segment = _torch.compile_segment
 
-    def compile_by_size(gm: Any, inputs: Any, compiler: str) -> Any:
+    def compile_by_size(compile_segment: Any, gm: Any, inputs: Any, compiler: str) -> Any:
         size = next(x.shape[0] for x in inputs if isinstance(x, Tensor))
         large.append(bool(size > 6))  # asking makes the answer a condition of the trace
         return compile_segment(gm, inputs, compiler)
 
     large: list[bool] = []
-    monkeypatch.setattr(_torch, "compile_segment", compile_by_size)
+    replace_compile(monkeypatch, compile_by_size)
     model = Blocks(2).to(device)
     fast = compiled(model)
     for count, traces in ((5, 1), (6, 0), (7, 1), (8, 0), (4, 0)):
@@ -206,7 +205,7 @@ def test_compile_error_is_not_hidden(device: torch.device, monkeypatch: pytest.M
     def broken(*args: Any) -> Any:
         raise RuntimeError("the compiler is broken")
 
-    monkeypatch.setattr(_torch, "compile_segment", broken)
+    replace_compile(monkeypatch, broken)
     with pytest.raises(Exception, match="the compiler is broken"):
         compiled(Blocks().to(device))(rows(3, device))
 

@@ -260,7 +260,7 @@ def test_reason_is_shown_by_explain(reason: str, device: torch.device) -> None:
 def reasons_in_source() -> set[str]:
     """Literals that the library returns, assigns, raises or counts as a reason."""
     found: set[str] = set()
-    for path in SOURCE.glob("*.py"):
+    for path in (p for p in SOURCE.rglob("*.py") if not {"eagle", "bench"} & set(p.parts)):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             found.update(text for part in _reason_parts(node) for text in _literals(part))
     return found
@@ -281,7 +281,9 @@ def _reason_parts(node: ast.AST) -> list[ast.AST]:
         called = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if called == "Decision":
             return [keyword.value for keyword in node.keywords if keyword.arg == "reason"] + node.args
-        return list(node.args) if called in {"Unsplittable", "decided", "fallback", "_count_fallback"} else []
+        if called == "add":
+            return [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+        return list(node.args) if called in {"Unsplittable", "decided", "_count_fallback"} else []
     return []
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import forbid_dynamo
 from torch import Tensor, nn
 from toys import SIZES, WIDTH, Blocks, assert_same, compiled, ops, rows
 
@@ -34,13 +35,6 @@ def frozen(model: Any, device: torch.device, **options: Any) -> Any:
     return pg.freeze(compiled(model, **options), rows(3, device))
 
 
-def no_dynamo(monkeypatch: pytest.MonkeyPatch, fast: Any) -> None:
-    """Any call of the compiled model from now on is an error."""
-    for trace in (*fast._traces, fast._guarded):
-        if trace is not None:
-            monkeypatch.setattr(fast, "_traces", [lambda *a, **k: pytest.fail("Dynamo was reached")])
-
-
 class Weighs(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return ops.mix(x * 2) + y
@@ -55,7 +49,7 @@ def test_serves_every_token_count_without_dynamo(
 ) -> None:
     fast = compiled(model, outputs=outputs)
     call = pg.freeze(fast, rows(3, device))
-    no_dynamo(monkeypatch, fast)
+    forbid_dynamo(monkeypatch, fast)
     with pg.counters.expect(traces=0, replays=7, tapes=1, **{"fallbacks:above_max_tokens": 1}):
         for count in (3, 4, 1, 2, 8, 5, 3, 8, 9):
             x = rows(count, device)

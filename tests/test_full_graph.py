@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import fail_capture
 from torch import Tensor, nn
 from toys import SIZES, WIDTH, assert_same, compiled, define, note, ops, rows, watching
 
@@ -277,14 +278,7 @@ def test_segment_that_must_not_be_padded_makes_full_graphs_exact(device: torch.d
 def test_capture_that_fails_costs_the_bucket_and_says_why(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = pg.GraphPool.capture
-
-    def capture(self: pg.GraphPool, run: Any, inputs: Any, **kwargs: Any) -> Any:
-        if "warm" in kwargs and kwargs["warm"][0].shape[0] == 4:
-            raise RuntimeError("the stream broke")
-        return original(self, run, inputs, **kwargs)
-
-    monkeypatch.setattr(pg.GraphPool, "capture", capture)
+    fail_capture(monkeypatch, RuntimeError("the stream broke"), at=4, of="full")
     setup = Setup(device)
     setup.call(3)
     assert "the stream broke" in pg.explain(setup.fast).traces[0].failed[4]
@@ -467,14 +461,8 @@ def test_capture_reports_a_mode_that_failed_although_the_other_is_there(
         )
 
     capture(full=False)
-    original = pg.GraphPool.capture
-
-    def failing(self: pg.GraphPool, run: Any, inputs: Any, **kwargs: Any) -> Any:
-        if "warm" in kwargs and kwargs["warm"][0].shape[0] == 4:
-            raise KeyError("no such stream")  # not an error that anybody foresaw
-        return original(self, run, inputs, **kwargs)
-
-    monkeypatch.setattr(pg.GraphPool, "capture", failing)
+    unforeseen = KeyError("no such stream")
+    fail_capture(monkeypatch, unforeseen, at=4, of="full")
     report = capture(full=True)
     assert [bucket.tokens for bucket in report.captured] == [8]
     assert "no such stream" in report.failed[4]

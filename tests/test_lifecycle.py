@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from internals import after_capture
 from torch import Tensor, nn
 from toys import WIDTH, Blocks, assert_same, compiled, new_pool, ops, rows
 
@@ -165,17 +165,14 @@ def test_models_are_built_and_dropped_without_growth(cycles: int, shared: bool, 
 
 def test_failed_captures_leave_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what was captured before the failure, nor what the error's traceback holds."""
-    original = pg.GraphPool.capture
 
-    def failing(self: pg.GraphPool, run: Any, inputs: Any, **options: Any) -> Any:
-        replay, outputs = original(self, run, inputs, **options)
+    def fail_at_the_third(outputs: Sequence[Tensor]) -> None:
         captured.append(weakref.ref(outputs[0]))
         if len(captured) == 3:  # of a bucket's three segments the last one
             raise torch.OutOfMemoryError("wanted 12 GiB")
-        return replay, outputs
 
     captured: list[weakref.ref[Tensor]] = []
-    monkeypatch.setattr(pg.GraphPool, "capture", failing)
+    after_capture(monkeypatch, fail_at_the_third)
     pool = pg.GraphPool()
     fast = compiled(Blocks(2).to(device), pool=pool, capture_sizes=[4], max_tokens=4)
     x = rows(3, device)

@@ -14,6 +14,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import (
+    check_weights,
+    contract,
+    merged_parameters,
+    merged_tensors,
+    no_memory_for_rows,
+    pool_of,
+    results_are_strided,
+)
 from paged_generation import Generator
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +30,6 @@ from toys import COUNTS, SIZES, assert_same, compiled, ops, rows
 
 import piecewise_graph as pg
 from piecewise_graph.errors import AddressMovedError, ConfigError, MergedWeightsError
-from piecewise_graph.splitter import merge_linears, merged_weights
 
 WIDTH = 8
 
@@ -191,7 +199,7 @@ def test_conditions_on_sizes_are_those_of_the_model(device: torch.device) -> Non
         model = models.build("llama", 2, device)
         fast = pg.compile(model, compiler="eager", capture_sizes=[4], merge_linears=merge)
         fast(**models.call("llama", models.random_ids(3, device=device)))
-        contracts.append(fast.family.runtimes[0].program.contract)
+        contracts.append(contract(fast))
     assert [str(c.guards) for c in contracts] == [str(contracts[0].guards)] * 2
     assert contracts[0].ranges == contracts[1].ranges
 
@@ -273,7 +281,7 @@ def test_linear_whose_result_lies_otherwise_stays_apart(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No kernel of today makes one."""
-    monkeypatch.setattr(merge_linears, "_is_plain", lambda value: False)
+    results_are_strided(monkeypatch)
     model = Parallel(linear(), linear()).to(device)
     before, fast = storages(model), merged(model)
     agree(fast, model, device)
@@ -456,7 +464,7 @@ def test_frozen_callable_is_right_again_after_rebind(device: torch.device) -> No
     for layer in model.layers:
         replace_data(layer.v)
     with pytest.raises(AddressMovedError, match=r"v\.weight"):
-        call._trace.runtime.addresses.check(call._trace.template)
+        check_weights(call)
     call.rebind()
     agree(call, model, device)
 
@@ -687,14 +695,7 @@ def test_copies_of_a_model_are_models_of_their_own(device: torch.device) -> None
 
 
 def test_too_little_memory_leaves_groups_apart(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    allocate = merged_weights._allocate
-
-    def scarce(shape: Any, like: Tensor) -> Tensor:
-        if shape[0] == 16 + 8 + 8:
-            raise torch.OutOfMemoryError("out of memory")
-        return allocate(shape, like)
-
-    monkeypatch.setattr(merged_weights, "_allocate", scarce)
+    no_memory_for_rows(monkeypatch, 16 + 8 + 8)
     model = Llama().to(device)
     fast = merged(model)
     with pg.counters.expect(merged_linears=2 * 2, **{"unmerged_groups:no_room": 2}):
@@ -704,35 +705,35 @@ def test_too_little_memory_leaves_groups_apart(device: torch.device, monkeypatch
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_merged_weights_die_with_the_model(reset: bool, device: torch.device) -> None:
-    others = set(merged_weights._placed)
+    others = merged_parameters()
     model = Llama(bias=True).to(device)
     fast = merged(model)
     agree(fast, model, device)
     if reset:
         pg.reset()
-        fast.family.pool.release()
+        pool_of(fast).release()
         agree(fast, model, device)
     held = weakref.ref(model.layers[0].q.weight)
-    over = set(merged_weights._over)
+    over = merged_tensors()
     assert over
     del fast, model
     torch._dynamo.reset()
     gc.collect()
     assert held() is None
-    assert not over & set(merged_weights._over)
-    assert not set(merged_weights._placed) - others
+    assert not over & merged_tensors()
+    assert not merged_parameters() - others
 
 
 def test_reset_lets_go_of_the_memory(device: torch.device) -> None:
     """Graphs hold the merged tensors; without them only the parameters do."""
-    others = set(merged_weights._over.keys())
+    others = merged_tensors()
     model = Llama().to(device)
     fast = merged(model)
     agree(fast, model, device)
-    assert len(set(merged_weights._over.keys()) - others) == 2 * 2
+    assert len(merged_tensors() - others) == 2 * 2
     pg.reset()
     gc.collect()
-    assert not set(merged_weights._over.keys()) - others
+    assert not merged_tensors() - others
 
 
 def test_warm_start_from_cache_dir(device: torch.device, tmp_path: Path) -> None:

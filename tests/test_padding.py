@@ -5,13 +5,14 @@ A segment that would let it through runs at the exact size instead, and that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import toys
+from internals import static_tails
 from models import NAMES, build, call, random_ids, rows
 from torch import Tensor, nn
 
@@ -249,19 +250,6 @@ def poison_tails(compiled: Any, bucket: int, live: int) -> int:
             tail.fill_(1 if tail.dtype == torch.bool else 127)
         filled += 1
     return filled
-
-
-def static_tails(compiled: Any, bucket: int, live: int) -> Iterator[Tensor]:
-    """Through the runtime's internals: input buffers, graph outputs and bridge buffers past `live`."""
-    for runtime in compiled.family.runtimes:
-        program, tape = runtime.program, runtime.piecewise.tapes[bucket].tape
-        for slot, value in tape.values.items():
-            given = program.split.inputs[slot] if slot < len(program.split.inputs) else None
-            spec = program.split.specs[slot]
-            if spec is None or (given is not None and given.bound):
-                continue
-            for dim in spec.token_dims(program.token):
-                yield value.narrow(dim, live, bucket - live)
 
 
 def test_ids_that_are_all_zero_prove_nothing(device: torch.device) -> None:

@@ -11,13 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from internals import fail_capture, pool_of, state
 from torch import Tensor, nn
 from toys import SIZES, WIDTH, Blocks, Chooses, assert_same, compiled, fallbacks, ops, rows
 
 import piecewise_graph as pg
 from piecewise_graph.buckets import default_capture_sizes
 from piecewise_graph.errors import CaptureError, ConfigError, NotCompiledError
-from piecewise_graph.recorder.memory_plan import _TrialPool, largest_to_drop
+from piecewise_graph.recorder.memory_plan import largest_to_drop
 
 LAYERS = 2
 ROW = WIDTH * 4  # bytes of one float32 token
@@ -142,7 +143,7 @@ def test_plan_by_formula(model: Blocks, device: torch.device) -> None:
 
 def test_planning_captures_nothing_and_counts_nothing(model: Blocks, device: torch.device) -> None:
     fast = called(model, device)
-    before, pool = pg.counters.snapshot(), fast.family.pool
+    before, pool = pg.counters.snapshot(), pool_of(fast)
     pg.plan(fast)
     assert pg.counters.snapshot() == before
     assert pool.bytes() == pg.explain(fast).buffer_bytes == 0
@@ -211,14 +212,7 @@ def test_bucket_that_cannot_run_is_named_and_the_others_are_planned(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast = called(Blocks(LAYERS).to(device), device, capture_sizes=[4, 6])
-    original = _TrialPool.capture
-
-    def failing(self: Any, run: Any, inputs: Any, **options: Any) -> Any:
-        if any(isinstance(x, Tensor) and x.shape[:1] == (6,) for x in inputs):
-            raise torch.OutOfMemoryError("wanted 12 GiB")
-        return original(self, run, inputs, **options)
-
-    monkeypatch.setattr(_TrialPool, "capture", failing)
+    fail_capture(monkeypatch, torch.OutOfMemoryError("wanted 12 GiB"), at=6, of="plan")
     plan = pg.plan(fast)
     assert [b.tokens for b in plan.buckets] == [4]
     assert "wanted 12 GiB" in plan.dropped[6]
@@ -330,7 +324,7 @@ def wide(count: int, device: torch.device) -> Tensor:
 def test_largest_bucket_that_does_not_fit_is_not_captured(device: torch.device) -> None:
     model, fast = budgeted(device)
     report = pg.capture(fast, lambda n: wide(n, device), progress=False)
-    limit = fast.family.config.max_graph_bytes
+    limit = state(fast).config.max_graph_bytes
     assert [b.tokens for b in report.captured] == [2, 1]
     assert report.pool_bytes <= limit
     assert list(report.failed) == [64]
@@ -349,7 +343,7 @@ def test_lazy_capture_keeps_to_the_same_budget(device: torch.device) -> None:
         for count in (1, 1, 50, 2, 2, 50):
             x = wide(count, device)
             assert_same(fast(x), model(x))
-    assert fast.family.pool.bytes() <= fast.family.config.max_graph_bytes
+    assert pool_of(fast).bytes() <= state(fast).config.max_graph_bytes
     assert fallbacks(fast) == {"over_budget": 2}
     assert list(pg.explain(fast).over_budget) == [64]
 
@@ -414,14 +408,7 @@ def test_out_of_memory_says_what_was_planned_and_names_the_option(
 ) -> None:
     fast = called(model, device, capture_sizes=[4, 6])
     planned = {b.tokens: b.graph_bytes for b in pg.plan(fast).buckets}
-    original = pg.GraphPool.capture
-
-    def failing(self: pg.GraphPool, run: Any, inputs: Any, **options: Any) -> Any:
-        if type(self) is pg.GraphPool and any(isinstance(x, Tensor) and x.shape[:1] == (6,) for x in inputs):
-            raise torch.OutOfMemoryError("wanted 12 GiB")
-        return original(self, run, inputs, **options)
-
-    monkeypatch.setattr(pg.GraphPool, "capture", failing)
+    fail_capture(monkeypatch, torch.OutOfMemoryError("wanted 12 GiB"), at=6)
     why = captured(fast, device).failed[6]
     for part in ("6 tokens", "wanted 12 GiB", f"planned: {planned[6]} bytes", "max_graph_bytes"):
         assert part in why

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from internals import fail_capture, state, tape, traces
 from torch import Tensor, nn
 from toys import WIDTH, Blocks, assert_same, check, compiled, define, fallbacks, new_pool, ops, rows, watching
 
 import piecewise_graph as pg
 from piecewise_graph.errors import AddressMovedError, CaptureError, GraphPoolError
-from piecewise_graph.graph_pool import GraphPool
 
 HOOK: list[Any] = [lambda x: x]
 
@@ -284,7 +284,7 @@ def test_release_after_pg_capture_runs_compiled(model: Blocks, device: torch.dev
 
 
 def test_release_twice_and_of_an_unused_pool_is_harmless() -> None:
-    pool = GraphPool()
+    pool = pg.GraphPool()
     pool.release()
     pool.release()
     assert pool.bytes() == 0
@@ -314,7 +314,7 @@ def test_release_inside_a_forward_is_refused(warm: int, device: torch.device) ->
 
 @pytest.mark.gpu
 def test_pool_serves_one_device_only(device: torch.device) -> None:
-    pool = GraphPool()
+    pool = pg.GraphPool()
     compiled(Blocks().to(device), pool=pool)(rows(3, device))
     with pytest.raises(GraphPoolError, match=r"(?s)cuda.*cpu"):
         compiled(Blocks(), pool=pool)(rows(3, torch.device("cpu")))
@@ -324,7 +324,7 @@ def test_pool_joined_by_two_devices_is_refused() -> None:
     class Owner:
         def drop_graphs(self) -> None: ...
 
-    owner, pool = Owner(), GraphPool()
+    owner, pool = Owner(), pg.GraphPool()
     pool.join(torch.device("cpu"), owner)
     with pytest.raises(GraphPoolError, match=r"(?s)cpu.*meta"):
         pool.join(torch.device("meta"), owner)
@@ -345,11 +345,10 @@ def test_graphs_of_smaller_buckets_reuse_the_memory_of_the_largest(device: torch
 def test_deleted_model_frees_its_graphs(model: Blocks, device: torch.device) -> None:
     fast = compiled(model)
     fast(rows(3, device))
-    (runtime,) = fast.family.runtimes
-    tape = weakref.ref(runtime.piecewise.tapes[4].tape)
-    del fast, runtime
+    recorded = weakref.ref(tape(fast, 4))
+    del fast
     gc.collect()
-    assert tape() is None
+    assert recorded() is None
 
 
 def test_deleted_model_and_weights_are_collected(device: torch.device) -> None:
@@ -357,12 +356,12 @@ def test_deleted_model_and_weights_are_collected(device: torch.device) -> None:
     fast = compiled(model)
     fast(rows(3, device))
     weight = weakref.ref(model.linears[0].weight)
-    family = weakref.ref(fast.family)
+    shared = weakref.ref(state(fast))
     del fast, model
     torch._dynamo.reset()
     gc.collect()
     assert weight() is None
-    assert family() is None
+    assert shared() is None
 
 
 def live_tensors() -> tuple[int, int]:
@@ -386,15 +385,15 @@ def test_release_and_rebuild_does_not_leak(device: torch.device) -> None:
 
 
 def test_rebuilt_models_do_not_pile_up(device: torch.device) -> None:
-    runtimes: list[Any] = []
+    made: list[Any] = []
     for _ in range(5):
         fast = compiled(Blocks().to(device))
         fast(rows(3, device))
-        runtimes += [weakref.ref(runtime) for runtime in fast.family.runtimes]
+        made += [weakref.ref(one) for one in traces(fast)]
         del fast
         torch._dynamo.reset()
     gc.collect()
-    assert [ref() for ref in runtimes] == [None] * 5
+    assert [ref() for ref in made] == [None] * 5
 
 
 # --- threads and global state -------------------------------------------------------------------------
@@ -443,7 +442,7 @@ def test_collector_is_left_as_it_was(enabled: bool, model: Blocks, device: torch
 def test_collector_is_on_again_after_a_failed_capture(
     model: Blocks, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GraphPool, "capture", raising(RuntimeError("broken")))
+    fail_capture(monkeypatch, RuntimeError("broken"))
     compiled(model)(rows(3, device))
     assert gc.isenabled()
 
@@ -487,18 +486,6 @@ def test_modes_may_alternate(model: Blocks, device: torch.device) -> None:
 # --- failures of capture ------------------------------------------------------------------------------
 
 
-def raising(error: BaseException, at: int | None = None) -> Any:
-    """A GraphPool.capture that fails for inputs of `at` tokens (None: for all)."""
-    original = GraphPool.capture
-
-    def capture(self: GraphPool, run: Any, inputs: Any, **kwargs: Any) -> Any:
-        if at is None or any(isinstance(x, Tensor) and x.shape[:1] == (at,) for x in inputs):
-            raise error
-        return original(self, run, inputs, **kwargs)
-
-    return capture
-
-
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
@@ -509,7 +496,7 @@ def raising(error: BaseException, at: int | None = None) -> Any:
 def test_failed_capture_costs_its_bucket_only(
     error: Exception, shown: str, model: Blocks, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GraphPool, "capture", raising(error, at=4))
+    fail_capture(monkeypatch, error, at=4)
     fast = compiled(model)
     with pg.counters.expect(failed_captures=1, tapes=1, replays=1, **{"fallbacks:capture_failed": 2}):
         for count in (3, 3, 2, 8, 8):
@@ -532,7 +519,7 @@ def test_reset_tries_a_failed_bucket_again(
 ) -> None:
     fast = compiled(model)
     with monkeypatch.context() as broken:
-        broken.setattr(GraphPool, "capture", raising(RuntimeError("broken")))
+        fail_capture(broken, RuntimeError("broken"))
         fast(rows(3, device))
     pg.reset()
     with pg.counters.expect(tapes=1, replays=1, fallbacks=0):

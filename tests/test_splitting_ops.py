@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from internals import replace_compile, replays, unregister_splitting_op
 from torch import Tensor, nn
 from toys import COUNTS, WIDTH, assert_same, check, compiled, define, ops, rows, watching
 
 import piecewise_graph as pg
-from piecewise_graph import _torch
 from piecewise_graph.custom_ops.attention import attention
 from piecewise_graph.custom_ops.errors import AttentionError
 from piecewise_graph.errors import LeakWarning, SplittingOpError
@@ -91,11 +91,7 @@ def test_op_of_another_domain_with_an_out_overload_is_accepted() -> None:
     try:
         assert pg.register_splitting_op(name).name == name
     finally:
-        from piecewise_graph.splitter import splitting_ops
-
-        splitting_ops._registry.pop(name)
-        for function in [f for f, n in splitting_ops._builtins.items() if n == name]:
-            splitting_ops._builtins.pop(function)
+        unregister_splitting_op(name)
 
 
 # --- our attention op ---------------------------------------------------------------------------------
@@ -262,14 +258,14 @@ def test_uninitialised_out_is_no_evidence_against_padding(
     """`out` leaves its segment uninitialised; what its memory happens to hold must not count as mixing."""
     garbage = Garbage()
 
-    def compile_segment(gm: Any, inputs: Any, compiler: str) -> Any:
+    def compile_segment(original: Any, gm: Any, inputs: Any, compiler: str) -> Any:
         def run(*args: Any) -> Any:
             with garbage:
                 return gm.forward(*args)
 
         return run
 
-    monkeypatch.setattr(_torch, "compile_segment", compile_segment)
+    replace_compile(monkeypatch, compile_segment)
 
     def model(x: Tensor) -> Tensor:
         y = x * 2
@@ -452,7 +448,7 @@ def test_padded_op_sees_the_bucket_and_zeros_in_the_tail(device: torch.device) -
         x = rows(count, device)
         with watching() as seen:
             assert_same(fast(x), x * 2 + 1)
-        if fast.family.runtimes[0].piecewise.replays[count]:
+        if replays(fast, count):
             assert [call.tokens for call in seen] == [bucket]
             assert torch.equal(seen[0].value[:count], x)
             assert not seen[0].value[count:].any()

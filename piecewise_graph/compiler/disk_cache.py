@@ -82,14 +82,14 @@ def load_or_compile(folder: str, key: Key | str, gm: GraphModule, inputs: Sequen
         what `_torch.compile_segment` raises; the cache adds nothing.
     """
     if isinstance(key, str):
-        counters.cache_unsaved(key)
+        counters.add("cache_unsaved", reason=key)
         return Made(_torch.compile_segment(gm, inputs, "inductor"), False, key)
     rejected = None
     try:
         run = _load(folder, key, _torch.shape_env_of(gm))
     except Rejected as why:
         run, rejected = None, str(why)
-        counters.cache_rejected(rejected)
+        counters.add("cache_rejected", reason=rejected)
     counters.add("cache_misses" if run is None else "cache_hits")
     if run is not None:
         return Made(run, True, None)
@@ -97,7 +97,7 @@ def load_or_compile(folder: str, key: Key | str, gm: GraphModule, inputs: Sequen
     run = _torch.compile_segment(gm, inputs, "inductor")
     unsaved = _save(folder, key, run, known, conditions_since(given, key, _torch.shape_env_of(gm)))
     if unsaved is not None:
-        counters.cache_unsaved(unsaved)
+        counters.add("cache_unsaved", reason=unsaved)
     return Made(run, False, rejected or unsaved)
 
 

@@ -149,7 +149,7 @@ def run_steps(
                 result = (run_op or _plain_op)(call, call_args, call_kwargs)
                 for element, slot in call.outputs:
                     part = result if element is None else result[element]
-                    values[slot] = as_promised(call.op.name, part, split.specs[slot], sizes)
+                    values[slot] = as_promised(call.op.name, part, split.spec(slot), sizes)
         for slot in program.dying_at(index):
             values[slot] = None
     return [resolve(output, value_of) for output in split.outputs]
@@ -159,9 +159,8 @@ def _plain_op(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return call.target(*args, **kwargs)
 
 
-def as_promised(op: str, result: Any, spec: TensorSpec | None, sizes: Sizes) -> Tensor:
+def as_promised(op: str, result: Any, spec: TensorSpec, sizes: Sizes) -> Tensor:
     """`result` in the layout that the next segment was compiled for."""
-    assert spec is not None
     found = (result.dtype, tuple(result.shape))
     promised = (spec.dtype, spec.shape_at(sizes))
     if found != promised:

@@ -147,8 +147,7 @@ def _inputs(
         elif item.slot in bound:
             found.append(bound[item.slot])
         else:
-            spec = program.split.specs[item.slot]
-            assert spec is not None
+            spec = program.split.spec(item.slot)
             generator = generators.setdefault(spec.device, torch.Generator(spec.device).manual_seed(0))
             # An integer may be an index, and so may a float that the segment casts: 0 is a legal one.
             is_free = spec.dtype.is_floating_point and not segment.facts.floats_become_integers

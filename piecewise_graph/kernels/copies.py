@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ def bind_copy(destinations: Sequence[Tensor]) -> Copy | None:
         cannot serve.
     """
     if not 0 < len(destinations) <= SLOTS or not all(map(_serves, destinations)):
+        return None
+    if find_spec("triton") is None:
         return None
     unused = SLOTS - len(destinations)
     sizes = [tensor.numel() for tensor in destinations] + [0] * unused

@@ -133,7 +133,7 @@ class _Merging:
         reason = self._obstacle(group) or self._join(group)
         if reason is not None:
             self.apart[reason] += 1
-            counters.unmerged(reason)
+            counters.add("unmerged_groups", reason=reason)
             return
         self.groups.append(group)
         self.layout_of.update((node, nodes) for nodes in group.layouts for node in nodes)

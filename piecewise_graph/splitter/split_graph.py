@@ -111,6 +111,12 @@ class SplitGraph:
     def op_calls(self) -> tuple[OpCall, ...]:
         return tuple(call for step in self.steps if isinstance(step, OpStep) for call in step.calls)
 
+    def spec(self, slot: int) -> TensorSpec:
+        """Layout of the tensor in `slot`, as a `Ref` names it."""
+        spec = self.specs[slot]
+        assert spec is not None
+        return spec
+
     def arguments_sharing_storage(self, slots: Iterable[int]) -> list[Input]:
         """The arguments that lie, wholly or as a view, in the storages of `slots`."""
         written = {self.storages[slot] for slot in slots}

@@ -13,7 +13,7 @@ class Plan(NamedTuple):
     Attributes:
         block_n: rows of the weight per program.
         block_k: columns per step.
-        splits: parts into which the columns are cut (Note [Splits are summed by the reader] in linear_kernels.py).
+        splits: parts into which the columns are cut (Note [Splits are summed by the reader]).
         warps: of 32 threads, per program.
         stages: loads in flight, of the kernel for several tokens.
         trigger: let dependents start early (Note [Dependent launches] in dependent.py).
