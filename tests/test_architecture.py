@@ -51,7 +51,6 @@ INNER_LEVELS = {
         {"rounds"},
         {"serving"},
         {"speculator"},
-        {"generate_command"},
         {"__init__"},
     ),
     "custom_ops": (
@@ -169,7 +168,6 @@ def test_no_files_import_one_another_in_a_circle() -> None:
     list(TopologicalSorter(below).static_order())
 
 
-@pytest.mark.xfail(reason="being moved")
 def test_no_two_files_have_one_name() -> None:
     names = Counter(path.stem for path in FILES if path.stem not in SHARED_NAMES)
     assert not [name for name, count in names.items() if count > 1]
@@ -196,7 +194,7 @@ def torch_alone() -> set[str]:
         "import piecewise_graph",
         "import piecewise_graph.custom_ops.attention",
         "import piecewise_graph.eagle",
-        "import piecewise_graph.bench.options",
+        "import piecewise_graph.cli.commands",
     ],
 )
 def test_import_in_a_fresh_process_loads_nothing_heavy(statement: str, torch_alone: set[str]) -> None:
@@ -274,7 +272,7 @@ def code_lines(path: Path) -> int:
 
 
 # Lines of code: what stands. They fall; a feature may raise one by what it adds, said in its commit.
-BUDGETS = {"core": 6136, "eagle": 3272, "bench": 877, "custom_ops": 4091}
+BUDGETS = {"core": 5924, "eagle": 3088, "bench": 647, "cli": 520, "custom_ops": 4091}
 
 
 def part_of(path: Path) -> str:
