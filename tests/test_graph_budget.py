@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from internals import fail_capture, pool_of, state
+from internals import decision, fail_capture, pool_of, state
 from torch import Tensor, nn
 from toys import (
     WIDTH,
@@ -20,6 +20,7 @@ from toys import (
     fallbacks,
     rows,
     through_torch,
+    watching,
 )
 
 import piecewise_graph as pg
@@ -157,3 +158,17 @@ def test_out_of_memory_says_what_was_planned_and_names_the_option(
     why = captured(fast, device).failed[6]
     for part in ("6 tokens", "wanted 12 GiB", f"planned: {planned[6]} bytes", "max_graph_bytes"):
         assert part in why
+
+
+def test_asking_plans_captures_and_runs_nothing(device: torch.device) -> None:
+    fast = compiled(Blocks(LAYERS).to(device), max_graph_bytes=1 << 40)
+    fast(rows(9, device))  # above max_tokens: the trace is there, and nothing was captured or planned
+    before = pg.counters.snapshot()
+    with watching() as seen:
+        found = [decision(fast, count) for count in range(1, 10)]
+        report = pg.explain(fast)
+    assert [each.bucket for each in found] == [4] * 4 + [8] * 4 + [None]
+    assert not seen and pg.counters.snapshot() == before
+    assert state(fast).plan is None and report.pool_bytes == report.buffer_bytes == 0
+    fast(rows(3, device))  # the first capture makes the plan
+    assert state(fast).plan is not None

@@ -127,3 +127,24 @@ def test_explain_changes_nothing(used: tuple[Blocks, object], device: torch.devi
     first = pg.explain(used[1]).to_dict()
     assert pg.explain(used[1]).to_dict() == first
     assert pg.counters.snapshot() == before
+
+
+@pytest.mark.parametrize("outputs", ["copy", "static"])
+def test_frozen_replays_are_counted_like_all_others(outputs: str, device: torch.device) -> None:
+    fast = compiled(Blocks(LAYERS).to(device), outputs=outputs)
+    frozen = pg.freeze(fast, rows(3, device))  # captures the bucket of 4
+    for count in (3, 4, 2, 3, 8, 8):
+        frozen(rows(count, device))
+    fast(rows(4, device))
+    (trace,) = pg.explain(fast).traces
+    assert [(b.tokens, b.replays) for b in trace.buckets] == [(4, 4 + 1), (8, 1)]
+
+
+def test_replays_are_counted_where_the_tape_is(device: torch.device) -> None:
+    """A call that asked for a full graph and got the piecewise one counts there."""
+    fast = compiled(Blocks(LAYERS).to(device))
+    with pg.forward_context(full_graph=True), pg.counters.expect(**{"not_full:op_not_capturable": 3}):
+        for _ in range(3):
+            fast(rows(4, device))
+    (trace,) = pg.explain(fast).traces
+    assert [(b.tokens, b.mode, b.replays) for b in trace.buckets] == [(4, "piecewise", 2)]
