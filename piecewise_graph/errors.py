@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
+from piecewise_graph.reasons import remedy
+
 
 class PiecewiseError(Exception):
     """Base class: catch this to catch everything that the library raises on purpose."""
@@ -29,7 +31,6 @@ _EXPECTED = {
     "pool": "a pg.GraphPool() or None",
     "specialize": "a list of capture sizes",
 }
-_SEE_REASONS = 'see piecewise_graph/README.md, "Fallback reasons"'
 
 
 class ConfigError(PiecewiseError, ValueError):
@@ -272,9 +273,9 @@ class CaptureError(PiecewiseError):
         )
 
     @classmethod
-    def nothing_captured(cls, reasons: str) -> CaptureError:
-        what = f"pg.capture captured nothing: {reasons}."
-        return cls(what, f"{_SEE_REASONS}; for grad mode, call it under torch.no_grad().")
+    def nothing_captured(cls, reasons: Sequence[str]) -> CaptureError:
+        remedies = dict.fromkeys(map(remedy, reasons))
+        return cls(f"pg.capture captured nothing: {'; '.join(reasons)}.", "; ".join(remedies) + ".")
 
     @classmethod
     def bad_sizes(cls, sizes: Sequence[object], allowed: Sequence[int]) -> CaptureError:
@@ -374,8 +375,10 @@ class FreezeError(PiecewiseError):
 
     @classmethod
     def not_split(cls, reason: str) -> FreezeError:
-        what = f"the example's trace is compiled as a whole: {reason}."
-        return cls(what, f"{_SEE_REASONS}; for grad mode, freeze under torch.no_grad().")
+        return cls(
+            f"the example's trace is compiled as a whole: {reason}.",
+            f"{remedy(reason)}; then freeze again.",
+        )
 
     @classmethod
     def unknown_input(cls, name: str) -> FreezeError:

@@ -8,8 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch import nn
 
 import piecewise_graph as pg
+
+# Inductor looks for the CPU's vector units by compiling and starting programs: seconds in every process.
+# With this setting it believes the processor's own list.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("piecewise", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -17,7 +22,7 @@ settings.load_profile("piecewise")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` skip themselves where there is no CUDA device."""
+    """Skip tests marked `gpu` where there is no CUDA device."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -26,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No trace, graph, count, option or random state of one test reaches another."""
+    """Give every test a process without traces, graphs, counts, options or random state of another test."""
     for variable in [name for name in os.environ if name.startswith("PIECEWISE_GRAPH_")]:
         monkeypatch.delenv(variable)
     torch._dynamo.reset()
@@ -40,12 +45,20 @@ def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where a test that works anywhere should run."""
+    """The GPU where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture
 def no_grad() -> Iterator[None]:
-    """The test runs without grad, as inference does."""
+    """Run the test without gradients, as inference does."""
     with torch.no_grad():
         yield
+
+
+@pytest.fixture
+def model(device: torch.device) -> nn.Module:
+    """Two residual blocks around a splitting op: three segments."""
+    from toys import Blocks
+
+    return Blocks(layers=2).to(device)

@@ -215,3 +215,8 @@ def unregister_splitting_op(name: str) -> None:
     splitting_ops._registry.pop(name)
     for function in [f for f, n in splitting_ops._builtins.items() if n == name]:
         splitting_ops._builtins.pop(function)
+
+
+def decision(fast: Any, num_tokens: int) -> Any:
+    """What the only trace would do with a call of `num_tokens` tokens; asking does nothing."""
+    return trace(fast).decide(num_tokens)

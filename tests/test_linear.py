@@ -24,6 +24,7 @@ DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 
 
+@pytest.mark.slow
 @starts_the_interpreter
 def test_kernels_in_the_interpreter() -> None:
     assert_passes_interpreted(__file__)
@@ -104,7 +105,7 @@ class TestKernels:
             assert_right(x, weight, bias, list(plan))
 
     def fits(self, x: Tensor, weight: Tensor, plan: KernelConfig) -> bool:
-        """Some want more shared memory than there is, for many tokens; measuring passes them over."""
+        """Plans that need more shared memory than there is are passed over when measuring."""
         from triton.runtime.errors import OutOfResources
 
         try:
@@ -146,7 +147,7 @@ def test_opcheck(plan: list[int]) -> None:
 def test_dependent_kernels_wait_before_they_touch_memory(
     name: str, blocks: tuple[int, ...], trigger: bool
 ) -> None:
-    """In the code for Hopper, which is made without one; dependents may start after the wait only."""
+    """In code for Hopper, which compiles without one. Dependent kernels may start after the wait only."""
     triton = pytest.importorskip("triton")
     from piecewise_graph.kernels.linear import linear_kernels
 
