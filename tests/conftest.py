@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import piecewise_graph as pg
+from piecewise_graph.reasons import REMEDIES
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("piecewise", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -34,8 +35,10 @@ def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pg.counters.clear()
     torch.manual_seed(0)
     yield
+    counted = {name.partition(":")[2] for name in pg.counters.snapshot() if ":" in name}
     torch._dynamo.reset()
     pg.reset()
+    assert counted <= REMEDIES.keys(), "a reason without a remedy (piecewise_graph/reasons.py)"
 
 
 @pytest.fixture(scope="session")
