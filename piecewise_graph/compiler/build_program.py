@@ -51,7 +51,7 @@ def build_program(
     segments = compile_split(graph, config.compiler, compiled, config.cache_dir)
     symbols = _symbols(graph)
     token = symbols[0] if len(symbols) == 1 else None
-    derived = token and any(graph.spec(slot).is_derived(token) for slot in graph.slots_outside_segments())
+    derived = any(graph.spec(slot).is_derived(token) for slot in graph.slots_outside_segments())
     contract = _contract(gm, graph, symbols)
     program = Program(
         graph,

@@ -31,7 +31,7 @@ from piecewise_graph import _torch
 from piecewise_graph.compiler.segment_key import Conditions, Key, accept, conditions_since
 from piecewise_graph.telemetry import counters
 
-_MAGIC = b"piecewise-graph segment\n"
+_MAGIC = b"piecewise-graph segment 2\n"
 _LENGTH = 8
 _DIGEST = 32
 _HEADER = len(_MAGIC) + _LENGTH + _DIGEST

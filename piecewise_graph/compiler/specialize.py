@@ -62,7 +62,7 @@ def specialized(
     with torch.cuda.device(program.device) if program.device.type == "cuda" else nullcontext():
         for step in program.split.segments:
             segment = compiled[program.compiled[step.index].key]
-            missing = [size for size in sizes if size not in segment.exact] * segment.facts.computes
+            missing = [size for size in sizes if segment.facts.computes and size not in segment.exact]
             made = {n: _make(program, step, segment, bound, n, config.cache_dir) for n in missing}
             compiled[segment.key] = replace(segment, exact={**segment.exact, **made})
     segments = {index: compiled[segment.key] for index, segment in program.compiled.items()}
