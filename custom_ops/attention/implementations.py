@@ -88,9 +88,9 @@ def choose(call: AttentionCall, batch: AttentionBatch, captured: bool) -> Mode:
     able = able_implementations(call, batch, captured)
     if implementation.missing is not None:
         raise AttentionError.not_installed(name, implementation.missing, able)
-    # Of the mode that comes nearest.
-    reasons: list[list[str]] = sorted([*mode.reasons(call, batch, captured)] for mode in implementation.modes)
-    raise AttentionError.incapable(name, "; ".join(min(reasons, key=lambda each: len(each))), able)
+    reasons = sorted([*mode.reasons(call, batch, captured)] for mode in implementation.modes)
+    nearest = min(reasons, key=len)
+    raise AttentionError.incapable(name, "; ".join(nearest), able)
 
 
 def check_name(name: str) -> None:
