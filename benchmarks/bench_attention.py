@@ -29,7 +29,7 @@ import piecewise_graph as pg
 from benchmarks.common import RESULTS, Mark, table, write
 from piecewise_graph.custom_ops.attention import AttentionBatch, attention
 from piecewise_graph.custom_ops.attention.call import AttentionCall
-from piecewise_graph.custom_ops.attention.implementations import load
+from piecewise_graph.custom_ops.attention.implementations import load, serve
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache
 from piecewise_graph.frontend.lookup import state_of
 from piecewise_graph.recorder.tape import LateCall
@@ -262,7 +262,7 @@ def _ours(name: str, setup: Setup) -> Side:
         AttentionCall(setup.q, setup.k, setup.v, setup.out, layer, scale, implementation=name)
         for layer in range(setup.layers)
     ]
-    return lambda layer: setup.batch.run(calls[layer], captured=True)
+    return lambda layer: serve(setup.batch, calls[layer], captured=True)
 
 
 def _flashinfer_xqa(setup: Setup) -> Side:

@@ -232,7 +232,7 @@ def _one_graph(tape: ReplayTape, pool: pg.GraphPool) -> Callable[[], None]:
             values = [
                 tape.values[i.slot] if isinstance(i, Ref) else evaluate(i.expr, sizes) for i in step.inputs
             ]
-            outputs += program.compiled.segments[step.index].run(*values)
+            outputs += program.compiled[step.index].run(*values)
         return outputs
 
     with pool.session():

@@ -117,14 +117,14 @@ def _trace(trace: Trace) -> TraceReport:
 
 def _split_trace(runtime: Runtime) -> TraceReport:
     program = runtime.program
-    split, segments = program.split, program.compiled.segments
+    split, segments = program.split, program.compiled
     ops: dict[str, int] = {}
     for call in split.op_calls:
         ops[call.op.name] = ops.get(call.op.name, 0) + 1
     inline = sum(not s.facts.computes for s in segments.values())
     keys = {segment.key for segment in segments.values()}
     padding = {key: reason for (key, _), reason in runtime.state.proofs.reasons() if key in keys}
-    distinct = program.compiled.distinct
+    distinct = program.distinct
     return TraceReport(
         sizes=_sizes(runtime),
         steps=len(split.steps),
@@ -135,7 +135,7 @@ def _split_trace(runtime: Runtime) -> TraceReport:
         compile_seconds=sum(s.seconds for s in distinct if not s.from_cache),
         from_cache=sum(s.from_cache for s in distinct),
         load_seconds=sum(s.seconds for s in distinct if s.from_cache),
-        cache_notes=dict(Counter(s.cache_note for s in distinct if s.cache_note is not None)),
+        cache_notes=dict(Counter(s.cache_reason for s in distinct if s.cache_reason is not None)),
         exact=_exact(distinct),
         leaks=split.leaks,
         blocked=program.blocked,
@@ -157,7 +157,7 @@ def _exact(distinct: Sequence[CompiledSegment]) -> dict[int, tuple[str, ...]]:
     for segment in distinct:
         for size, code in segment.exact.items():
             linears = f", {'; '.join(code.linears)}" if code.linears else ""
-            line = f"not used: {code.refused}" if code.refused else f"{code.seconds:.1f} s{linears}"
+            line = f"not used: {code.reason}" if code.reason else f"{code.seconds:.1f} s{linears}"
             found[size] = (*found.get(size, ()), f"structure {segment.key} {line}")
     return found
 

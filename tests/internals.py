@@ -173,7 +173,7 @@ def replace_linear_choice(monkeypatch: pytest.MonkeyPatch, choose: Callable[...,
 
 def replace_segment_timing(monkeypatch: pytest.MonkeyPatch, microseconds: Callable[..., float]) -> None:
     """Time whole segments with `microseconds(call)`."""
-    monkeypatch.setattr(specialize.tuning, "graph_microseconds", microseconds)
+    monkeypatch.setattr(specialize, "graph_microseconds", microseconds)
 
 
 def _wrap(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -215,3 +215,8 @@ def unregister_splitting_op(name: str) -> None:
     splitting_ops._registry.pop(name)
     for function in [f for f, n in splitting_ops._builtins.items() if n == name]:
         splitting_ops._builtins.pop(function)
+
+
+def decision(fast: Any, num_tokens: int) -> Any:
+    """What the only trace would do with a call of `num_tokens` tokens; asking does nothing."""
+    return trace(fast).decide(num_tokens)

@@ -54,7 +54,7 @@ def test_expect_takes_reasons_that_never_occurred(counters: Counters) -> None:
 
 
 def test_expect_refuses_a_name_that_cannot_move(counters: Counters) -> None:
-    """A misspelt counter with an expected change of 0 would pass for ever."""
+    """A misspelt counter with an expected change of 0 would always pass."""
     with pytest.raises((AssertionError, KeyError, ValueError, TypeError)), counters.expect(replay=0):
         pass
 

@@ -1,4 +1,4 @@
-"""The decision table of one call: pure, so every row is tested without a model."""
+"""The decision table of one call, row by row, without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`specialize`: code for the exact size of a bucket, which must give what the code for all sizes gives."""
+"""`specialize`: code for the exact size of a bucket gives the same results as code for all sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_answers_are_those_of_the_model(device: torch.device) -> None:
 
 
 def test_linears_are_replaced_where_another_kernel_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU nothing is faster, so the choice is made here; the op's reference computes it."""
+    """On a CPU no kernel is faster, so the test chooses one; the op's reference computes it."""
     asked = []
 
     def choose(tokens: int, weight: Tensor, bias: Tensor | None, cache_dir: str | None) -> dict[str, float]:
@@ -114,7 +114,7 @@ def test_code_that_does_not_compile_is_not_used(monkeypatch: pytest.MonkeyPatch)
     compiled = pg.compile(module, capture_sizes=SIZES, max_tokens=8, token_dim={"input": 0}, specialize=[4])
     with pg.counters.expect(specialized=0, not_specialized=DISTINCT):
         compiled(torch.randn(4, 32))
-    assert all("no such kernel" in code.refused for _, code in exact_codes(compiled))
+    assert all("no such kernel" in code.reason for _, code in exact_codes(compiled))
     x = torch.randn(4, 32)
     torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
 
@@ -136,7 +136,7 @@ def test_other_compilers_have_nothing_to_specialize() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
 def test_decode_steps_on_a_gpu(bias: bool) -> None:
-    """bfloat16 and sizes at which kernels of ours are candidates."""
+    """bfloat16, and sizes for which our kernels are candidates."""
 
     class Wide(nn.Module):
         def __init__(self) -> None:

@@ -137,7 +137,7 @@ def _traced_state(call: partial[None], sizes: Sequence[int] | None) -> tuple[Mod
     call(max(sizes) if sizes else 2)
     state = state_of(call.args[0])
     if state is None:
-        raise CaptureError.nothing_captured("the object has no piecewise trace after a call")
+        raise CaptureError.nothing_captured(["the object has no piecewise trace after a call"])
     return state, sorted(set(sizes or state.config.sizes), reverse=True)
 
 
@@ -200,7 +200,7 @@ def _report(state: ModelState, sizes: Sequence[int], known: set[int], seconds: f
         else:
             captured += [bucket.record for bucket in new or buckets]
     if not captured:
-        raise CaptureError.nothing_captured("; ".join(sorted(set(failed.values()))))
+        raise CaptureError.nothing_captured(sorted(set(failed.values())))
     buffers = sum(runtime.buffer_bytes() for runtime in _runtimes(state))
     return CaptureReport(tuple(captured), failed, seconds, state.pool.bytes(), buffers)
 

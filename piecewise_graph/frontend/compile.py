@@ -78,7 +78,7 @@ class CompiledModel:
         self, model: Callable[..., Any], token_dim: Mapping[str, int] | None, config: PiecewiseConfig
     ) -> None:
         _torch.raise_recompile_limit()
-        prepare(config.compiler, config.artifact_dir)
+        prepare(config.compiler, config.cache_dir)
         self._model = model
         self._finder = TokenDims(model, token_dim)
         self.model_state = ModelState(config)

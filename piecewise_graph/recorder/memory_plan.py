@@ -199,6 +199,6 @@ def _expected(trace: TraceToPlan, bucket: int) -> dict[tuple[str, int], str | No
     if program.unpaddable or probe_size(program, bucket, bucket) is None:
         return here
     unfit = {structure: reason for (structure, _), reason in trace.proofs.reasons()}
-    numbers = [s.key for s in program.compiled.segments.values() if s.facts.size_is_a_number]
+    numbers = [s.key for s in program.compiled.values() if s.facts.size_is_a_number]
     unfit |= dict.fromkeys(numbers, "size_is_a_number")
     return {(structure, bucket): reason for structure, reason in unfit.items()} | here

@@ -39,7 +39,7 @@ class PaddingProofs:
 
     def complete(self, program: Program, bucket: int) -> bool:
         """Every segment of the trace was tried in `bucket`."""
-        return all((segment.key, bucket) in self._known for segment in program.compiled.segments.values())
+        return all((segment.key, bucket) in self._known for segment in program.compiled.values())
 
     def exact_only(self, program: Program, bucket: int, *, one_graph: bool) -> str | None:
         """Why `bucket` serves its exact size only, as far as the proofs are known; None where it is padded.
@@ -49,7 +49,7 @@ class PaddingProofs:
         share storage, because a splitting op that writes one output would not reach the other. A forward that
         is one graph (`one_graph`) has no place between graphs.
         """
-        for segment in program.compiled.segments.values():
+        for segment in program.compiled.values():
             reason = self.reason(segment.key, bucket)
             stays = segment.facts.entangled_outputs or not segment.facts.computes
             if reason is not None and (one_graph or stays or reason == "derived_size"):

@@ -64,7 +64,7 @@ class _Recording:
             if isinstance(step, OpStep):
                 self._ops(step)
             else:
-                self._segment(step, self.program.compiled.segments[step.index])
+                self._segment(step, self.program.compiled[step.index])
             self._let_go(index)
         return ReplayTape(
             self.program,

@@ -109,10 +109,8 @@ class StaticInputs:
         """One buffer per activation."""
         if not self._allocated:
             sizes = self._program.sizes_at(self._largest)
-            for index, given in enumerate(self._program.split.inputs):
-                if given.spec is not None and not given.bound:
-                    extent = _extent(given.spec.storage_numel(sizes))
-                    self._allocated[index] = FlatBuffers().take(given.spec, *extent)
+            for index, spec in self._program.split.activations:
+                self._allocated[index] = FlatBuffers().take(spec, *_extent(spec.storage_numel(sizes)))
         return self._allocated
 
     def view(self, index: int, bucket: int) -> Tensor:

@@ -44,16 +44,13 @@ class Workspace:
 
     def input_values(self, args: Sequence[Any], bucket: int) -> dict[int, Any]:
         """What the graphs read for each argument: the weight itself, or our buffer for an activation."""
-        values: dict[int, Any] = {}
-        for index, given in enumerate(self.program.split.inputs):
+        split = self.program.split
+        values: dict[int, Any] = {index: self.inputs.view(index, bucket) for index, _ in split.activations}
+        for index, given in enumerate(split.inputs):
             if given.constant is not None:
                 values[index] = given.constant
-            elif given.spec is not None and not given.bound:
-                values[index] = self.inputs.view(index, bucket)
-            elif given.merged:
-                values[index] = args[
-                    index
-                ]  # held by graphs alone (Note [Who may be moved] in merged_weights.py)
+            elif given.merged:  # held by graphs alone (Note [Who may be moved] in merged_weights.py)
+                values[index] = args[index]
             elif given.bound and index in self.program.last_use:
                 # detached: keeps the storage itself alive when the parameter's data is swapped
                 values[index] = args[index].detach()

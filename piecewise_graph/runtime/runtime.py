@@ -33,7 +33,6 @@ from piecewise_graph.runtime.replay import Replay
 from piecewise_graph.runtime.side_channel import Purpose
 from piecewise_graph.runtime.tapes import TapeSet
 from piecewise_graph.sizes import Sizes
-from piecewise_graph.splitter.merged_weights import with_merged
 from piecewise_graph.telemetry import counters
 
 
@@ -171,10 +170,7 @@ class Runtime:
 
     def _weights(self) -> Sequence[Any]:
         """A call's arguments with the weights in their places, and None for activations."""
-        program = self.program
-        own = [given for given in program.split.inputs if given.constant is None and not given.merged]
-        weights = {index: weight() for index, weight in self.bound.items()}
-        return with_merged([weights.get(index) for index in range(len(own))], program.merge.layouts)
+        return self.program.weights_alone({index: weight() for index, weight in self.bound.items()})
 
     def _stands_in(self, ready: Replay) -> bool:
         """It is piecewise only because no full graph was captured, and one may be captured now."""

@@ -68,7 +68,8 @@ class Forward:
             rows = self._rows(inputs)
             if rows in self.sizes and rows not in self._captured:
                 self.capture(batch, **inputs)
-        with pg.forward_context(attention=_InGraph(batch) if way == FULL and batch else batch):
+        # The core knows nothing of the phase's graph: asked for a full graph, it would make its own.
+        with pg.forward_context(attention=batch, in_graph=way == FULL):
             if way == EAGER:
                 return self.module(**inputs)
             if way == PIECEWISE and self._frozen is not None:
@@ -107,16 +108,3 @@ class Forward:
     def explain(self) -> Any:
         """pg.explain of the compiled module."""
         return pg.explain(self._compiled)
-
-
-class _InGraph:
-    """A batch whose attention calls become part of the phase's graph.
-
-    The core knows nothing of that graph: asked for a full graph by the context, it would make its own.
-    """
-
-    def __init__(self, batch: AttentionBatch) -> None:
-        self._batch = batch
-
-    def run(self, call: Any, *, captured: bool) -> None:
-        self._batch.run(call, captured=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.custom_ops import metadata as md
-from piecewise_graph.custom_ops.token_choice import largest, uniforms
+from piecewise_graph.custom_ops.token_choice import argmax, uniforms
 
 from .round import Round
 from .round_buffers import Buffers
@@ -128,7 +128,7 @@ class Phases:
         """int32 `[B]`, of the target's vocabulary; kept with their distribution where they are drawn."""
         draft, round = self.models.draft, self.round
         if self.rule == GREEDY:
-            return draft.to_target(largest(logits))
+            return draft.to_target(argmax(logits))
         probs = self._distribution(logits)
         target_ids = draft.to_target(torch.arange(probs.shape[-1], device=probs.device))
         spread = torch.zeros_like(round.buffers.draft_probs[:, step])
@@ -172,7 +172,7 @@ class Phases:
             chosen = self.synthetic.choices(tree.tokens.view(size, nodes), round.mask, number)
             md.accept_greedy(round.batch, tree.tokens, chosen, accepted, mask=round.mask)
         elif self.rule == GREEDY:
-            md.accept_greedy(round.batch, tree.tokens, largest(logits), accepted, mask=round.mask)
+            md.accept_greedy(round.batch, tree.tokens, argmax(logits), accepted, mask=round.mask)
         else:
             probs = self._distribution(logits.view(size, nodes, -1))
             use = torch.arange(ACCEPT, ACCEPT + nodes, device=probs.device)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 MAX_TOKENS = 64
 
 
-class Plan(NamedTuple):
+class KernelConfig(NamedTuple):
     """Blocks and launch of a kernel; an op takes it as a list of integers, empty = the library's kernel.
 
     Attributes:
@@ -32,41 +32,28 @@ class Plan(NamedTuple):
         return " ".join(map(str, self))
 
 
-_ONE_ROW = (
-    Plan(1, 2048, 1, 8, 1),
-    Plan(1, 2048, 1, 4, 1),
-    Plan(1, 1024, 1, 8, 1),
-    Plan(1, 1024, 1, 4, 1),
-    Plan(1, 512, 1, 4, 1),
-    Plan(1, 512, 4, 4, 1),
-    Plan(1, 512, 4, 8, 1),
-    Plan(4, 512, 4, 4, 1),
-)
-_FEW_ROWS = (
-    Plan(64, 128, 1, 4, 3),
-    Plan(64, 128, 1, 4, 5),
-    Plan(64, 128, 2, 4, 5),
-    Plan(64, 128, 4, 4, 3),
-    Plan(64, 128, 4, 4, 5),
-    Plan(128, 128, 1, 8, 3),
-    Plan(128, 128, 1, 4, 5),
-    Plan(128, 128, 2, 4, 5),
-)
+_ONE_ROW = [KernelConfig(1, k, 1, warps, 1) for k in (2048, 1024) for warps in (8, 4)]
+_ONE_ROW += [KernelConfig(1, 512, splits, warps, 1) for splits, warps in ((1, 4), (4, 4), (4, 8))]
+_ONE_ROW += [KernelConfig(4, 512, 4, 4, 1)]
+_FEW_ROWS = [KernelConfig(64, 128, splits, 4, s) for splits, s in ((1, 3), (1, 5), (2, 5), (4, 3), (4, 5))]
+_FEW_ROWS += [KernelConfig(128, 128, *rest) for rest in ((1, 8, 3), (1, 4, 5), (2, 4, 5))]
 
 
-def candidates(tokens: int, rows: int, columns: int) -> list[Plan]:
-    """Plans that can serve `x [tokens, columns]` and `weight [rows, columns]`, likely ones only."""
+def candidates(tokens: int, rows: int, columns: int) -> list[KernelConfig]:
+    """Configurations that can serve `x [tokens, columns]` and `weight [rows, columns]`, likely ones only."""
     if tokens > MAX_TOKENS:
         return []
     fitting = [
-        plan
-        for plan in (_ONE_ROW if tokens == 1 else _FEW_ROWS)
-        if plan.block_k * plan.splits <= columns and plan.block_n <= rows
+        config
+        for config in (_ONE_ROW if tokens == 1 else _FEW_ROWS)
+        if config.block_k * config.splits <= columns and config.block_n <= rows
     ]
-    return [plan for plan in fitting if plan.splits == 1 or rows // plan.block_n * plan.splits <= 16384]
+    return [
+        config for config in fitting if config.splits == 1 or rows // config.block_n * config.splits <= 16384
+    ]
 
 
-def is_plan(text: str) -> bool:
+def is_config(text: str) -> bool:
     """Whether `text` is the name of one of the candidates."""
     known = (*_ONE_ROW, *_FEW_ROWS)
-    return any(text == plan._replace(trigger=t).name for plan in known for t in (0, 1))
+    return any(text == config._replace(trigger=t).name for config in known for t in (0, 1))

@@ -1,4 +1,4 @@
-"""The largest logit of a row; the numbers' own tests are in test_eagle_sampling.py."""
+"""The argmax of a row of logits; the numbers' own tests are in test_eagle_sampling.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, s
 from torch import Tensor
 
 from piecewise_graph.custom_ops import token_choice
-from piecewise_graph.custom_ops.token_choice import largest, uniforms
+from piecewise_graph.custom_ops.token_choice import argmax, uniforms
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -44,7 +44,7 @@ def test_the_first_of_the_largest(
     best = logits.max(-1, keepdim=True).values if rows else logits
     column = torch.arange(columns, device=DEVICE).expand_as(logits)
     wanted = column.masked_fill(logits != best, columns).amin(-1)
-    found = largest(logits)
+    found = argmax(logits)
     assert found.dtype == torch.int32 and found.shape == (rows,)
     assert torch.equal(found.long(), wanted)
 
@@ -60,21 +60,21 @@ def test_nothing_to_choose_from_is_still_a_token(dtype: torch.dtype, columns: in
     one_infinite = torch.zeros(1, columns)
     one_infinite[0, -1] = torch.inf
     rows = torch.cat([nothing, nan, one_nan, one_infinite]).to(DEVICE, dtype)
-    assert largest(rows).tolist() == [0, 0, columns // 2, columns - 1]
+    assert argmax(rows).tolist() == [0, 0, columns // 2, columns - 1]
 
 
 def test_other_strides() -> None:
     logits = torch.randn(40, 9, device=DEVICE).t()
-    assert torch.equal(largest(logits).long(), logits.argmax(-1))
+    assert torch.equal(argmax(logits).long(), logits.argmax(-1))
 
 
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch
-from piecewise_graph.custom_ops.token_choice import largest, uniforms
+from piecewise_graph.custom_ops.token_choice import argmax, uniforms
 numbers = torch.arange(3)
-assert largest(torch.eye(3)).equal(numbers.int()) and uniforms(numbers, numbers, numbers).shape == (3,)
+assert argmax(torch.eye(3)).equal(numbers.int()) and uniforms(numbers, numbers, numbers).shape == (3,)
 """
 
 
