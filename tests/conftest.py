@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from torch import nn
 
 import piecewise_graph as pg
+from piecewise_graph.reasons import REMEDIES
 
 # Inductor looks for the CPU's vector units by compiling and starting programs: seconds in every process.
 # With this setting it believes the processor's own list.
@@ -39,8 +40,10 @@ def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pg.counters.clear()
     torch.manual_seed(0)
     yield
+    counted = {name.partition(":")[2] for name in pg.counters.snapshot() if ":" in name}
     torch._dynamo.reset()
     pg.reset()
+    assert counted <= REMEDIES.keys(), "a reason without a remedy (piecewise_graph/reasons.py)"
 
 
 @pytest.fixture(scope="session")

@@ -88,8 +88,8 @@ def choose(call: AttentionCall, batch: AttentionBatch, captured: bool) -> Mode:
     able = able_implementations(call, batch, captured)
     if implementation.missing is not None:
         raise AttentionError.not_installed(name, implementation.missing, able)
-    reasons = sorted(tuple(mode.reasons(call, batch, captured)) for mode in implementation.modes)
-    nearest: tuple[str, ...] = min(reasons, key=len)
+    reasons = sorted([*mode.reasons(call, batch, captured)] for mode in implementation.modes)
+    nearest = min(reasons, key=len)
     raise AttentionError.incapable(name, "; ".join(nearest), able)
 
 
