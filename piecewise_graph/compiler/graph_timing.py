@@ -14,7 +14,7 @@ _ROUNDS = 5
 
 
 def graph_microseconds(call: Callable[[], Any], turns: int = 4) -> float:
-    """Median microseconds of `call` on the current device, replayed in a graph that makes it `turns` times."""
+    """Median microseconds of `call` on the current device, in a graph that makes it `turns` times."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
