@@ -26,7 +26,7 @@ from piecewise_graph.bench.settings import Setting
 from piecewise_graph.bench.turns import ratios
 from piecewise_graph.cli.commands import main
 from piecewise_graph.eagle import DraftShape, Sampling, Statistics
-from piecewise_graph.eagle.serving.round_choice import RoundChoice
+from piecewise_graph.eagle.serving.round_store import RoundStore
 from piecewise_graph.eagle.statistics import Counts
 
 FIELD = (
@@ -174,7 +174,7 @@ class Asked:
 class Steady:
     """An engine whose step takes a second and makes `per_step` tokens for everybody."""
 
-    decreed = None
+    synthetic_accept_length = None
 
     def __init__(self, clock: Clock, per_step: int = 1) -> None:
         self.clock, self.per_step = clock, per_step
@@ -441,8 +441,8 @@ def test_a_planner_is_timed_before_it_serves(
 ) -> None:
     """With decreed acceptance a planner belongs to its engine; timing its shapes is no part of any turn."""
     timed: list[int] = []
-    time = RoundChoice.time
-    monkeypatch.setattr(RoundChoice, "time", lambda *args: (timed.append(1), time(*args)))
+    time = RoundStore.time
+    monkeypatch.setattr(RoundStore, "time", lambda *args: (timed.append(1), time(*args)))
     options = ["--steps", "auto", "--page-size", "4", "--concurrency", "1", "--num-prompts", "1"]
     assert main([*TINY, *DRAFT, *options, "--output-len", "8"]) == 0
     assert "SYNTHETIC" in capsys.readouterr().out

@@ -104,4 +104,5 @@ def drive(
         elif waiting:
             sleep(max(waiting[0].due - now(), 0.0))
     times = tuple(watch.times(request) for request, watch in served)
-    return Timeline(times, most, Statistics(tuple(r.counts for r, _ in served), engine.decreed))
+    counts = tuple(request.counts for request, _ in served)
+    return Timeline(times, most, Statistics(counts, engine.synthetic_accept_length))

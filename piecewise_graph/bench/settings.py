@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from piecewise_graph.eagle.options import AUTO, WAYS, DraftShape, Sampling, planner_shapes
+from piecewise_graph.eagle.options import AUTO, DraftShape, Sampling, planner_shapes
+from piecewise_graph.eagle.options import GRAPH_MODES as WAYS
 
 from .errors import BenchError
 from .values import number, on_or_off, one_of, whole

@@ -79,7 +79,7 @@ def _record(engine: Any, device: torch.device, running: int, path: Path, steps: 
             recorded += step >= _PROFILER_WARM_UP
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        profiler.add_metadata_json("acceptance", json.dumps(acceptance(engine.decreed)))
+        profiler.add_metadata_json("acceptance", json.dumps(acceptance(engine.synthetic_accept_length)))
     profiler.export_chrome_trace(str(path))
     _number_segments(path)
     return recorded

@@ -106,7 +106,7 @@ def measure(
     finally:
         engine.close()
     each = seconds / max(len(request.tokens) - made, 1)
-    return Run(request.tokens, each, Statistics((request.counts,), engine.decreed))
+    return Run(request.tokens, each, Statistics((request.counts,), engine.synthetic_accept_length))
 
 
 def speed_table(runs: dict[str, Run]) -> str:
@@ -169,8 +169,7 @@ def load_target(path: str, dtype: str | None, device: str) -> tuple[Any, Any]:
             path, attn_implementation="piecewise", dtype=wanted
         )
     except (OSError, ValueError) as error:
-        remedy = "pass the directory, or the hub id, of a causal LM with its tokenizer."
-        raise SpeculatorError.not_loaded(f"the model {path!r}", error, remedy) from error
+        raise SpeculatorError.no_model(path, error) from error
     if not dtype and sum(p.numel() for p in target.parameters()) <= _SMALL:
         target = target.float()
     return tokenizer, target.to(place).eval()
@@ -179,7 +178,7 @@ def load_target(path: str, dtype: str | None, device: str) -> tuple[Any, Any]:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise SpeculatorError.not_loaded(f"dtype {name!r}", "torch has none.", "pass float32 or bfloat16.")
+        raise SpeculatorError.no_dtype(name)
     return found
 
 
@@ -188,7 +187,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise SpeculatorError.not_loaded(f"device {name!r}", error, "pass cpu, or cuda on a GPU.") from error
+        raise SpeculatorError.no_device(name, error) from error
     return device
 
 
@@ -221,7 +220,7 @@ def _shape(options: argparse.Namespace) -> DraftShape | str:
     if steps == AUTO:
         return AUTO
     if not steps.isdecimal():
-        raise SpeculatorError.bad_shape(f"--steps {steps}", "pass a whole number, or auto.")
+        raise SpeculatorError.bad_steps_option(steps)
     return DraftShape(int(steps), options.topk, options.num_draft_tokens)
 
 
