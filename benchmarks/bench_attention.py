@@ -29,9 +29,9 @@ import piecewise_graph as pg
 from benchmarks.common import RESULTS, Mark, table, write
 from piecewise_graph.custom_ops.attention import AttentionBatch, attention
 from piecewise_graph.custom_ops.attention.call import AttentionCall
-from piecewise_graph.custom_ops.attention.implementations import load
+from piecewise_graph.custom_ops.attention.implementations import load, serve
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache
-from piecewise_graph.frontend.lookup import family_for
+from piecewise_graph.frontend.lookup import state_of
 from piecewise_graph.recorder.tape import LateCall
 
 HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, torch.bfloat16
@@ -262,7 +262,7 @@ def _ours(name: str, setup: Setup) -> Side:
         AttentionCall(setup.q, setup.k, setup.v, setup.out, layer, scale, implementation=name)
         for layer in range(setup.layers)
     ]
-    return lambda layer: setup.batch.run(calls[layer], captured=True)
+    return lambda layer: serve(setup.batch, calls[layer], captured=True)
 
 
 def _flashinfer_xqa(setup: Setup) -> Side:
@@ -387,7 +387,7 @@ def _host_row() -> dict[str, Any]:
     with pg.forward_context(attention=setup.batch):
         for _ in range(3):
             compiled(setup.q)
-        tape = family_for(compiled).runtimes[0].piecewise.tapes[4].tape  # type: ignore[union-attr]
+        tape = state_of(compiled).traces[0].all_tapes()[0].buckets[4].tape  # type: ignore[union-attr]
         bound = tape.bind(4)
         pairs = zip(tape.entries, bound.calls, strict=True)
         calls = [call for entry, call in pairs if isinstance(entry, LateCall)]

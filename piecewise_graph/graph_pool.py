@@ -10,7 +10,13 @@ Note [Off the default stream]
 Graphs launched one after another into CUDA's legacy default stream leave the device idle between them: on
 an H200, 18 us per boundary where each graph runs 8 GEMVs, against 1.3 us on any other stream (and 5.0 us of
 host time per launch against 3.2). A caller on the default stream is therefore served on the pool's stream,
-with one event before and one after; a caller on a stream of his own is served there.
+with one event before and one after. A caller on another stream is served there.
+
+Note [cuBLAS workspaces]
+A captured GEMM holds the address of a workspace that torch keeps per stream, and that torch frees when the
+workspaces are cleared. They are cleared before the captures, so that the first captured GEMM allocates one
+inside the pool, which the graphs keep mapped. They are cleared again afterwards, so that no other GEMM writes
+there.
 """
 
 from __future__ import annotations
@@ -49,8 +55,6 @@ class GraphPool:
     The pool belongs to the device of its first model. `release()` drops all graphs and gives the
     memory back; the pool may be used again afterwards.
     """
-
-    trial = False  # True: segments run once, and no splitting op between them (recorder/memory_plan.py)
 
     def __init__(self, *, poison: bool = False) -> None:
         self.poison = poison
@@ -120,7 +124,7 @@ class GraphPool:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Surround the capture of one bucket: own stream, no garbage collection, clean cuBLAS state."""
+        """Surround the warm-up and the captures of one bucket: own stream, no garbage collection."""
         if self._stream is None:  # a CPU's stand-ins survive a garbage collection
             with self.using():
                 yield
@@ -180,6 +184,38 @@ class GraphPool:
             raise
         return graph.replay, outputs
 
+    def capture_call(
+        self, body: Callable[[], Any], *, device: torch.device | str, name: str = "captured call"
+    ) -> CapturedCall:
+        """Capture a callable as one graph in this pool.
+
+        `body` runs once as a warm-up, effects included, and is then captured. It reads and writes tensors at
+        fixed addresses. The caller keeps these tensors alive. What `body` returns is ignored.
+
+        Args:
+            device: the device that `body` works on. On a CPU a replay calls `body` again.
+            name: names the replay in errors, and in the trace of a profiler.
+
+        Returns:
+            the replay, a callable without arguments (see `CapturedCall`).
+
+        Raises:
+            GraphPoolError: the pool serves another device, or the caller is capturing a graph already.
+            torch.OutOfMemoryError: the graph does not fit; the pool stays usable.
+        """
+        device = torch.device(device)
+        if capturing_elsewhere(device):
+            raise GraphPoolError.inside_capture(name)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        call = CapturedCall(self, name)
+        self.join(device, call)
+        with self.session():
+            body()
+            with clean_cublas(device):
+                call.replay, _ = self.capture(lambda: (body(), ())[1], (), warm=())
+        return call
+
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that failed.
 
@@ -226,6 +262,32 @@ class GraphPool:
                 torch.cuda.empty_cache()
 
 
+class CapturedCall:
+    """What `GraphPool.capture_call` returns: calling it replays the graph, ordered with the caller's stream.
+
+    Attributes:
+        replay: the bare launch; None once the graph was dropped (`pg.reset`, `GraphPool.release`).
+    """
+
+    def __init__(self, pool: GraphPool, name: str) -> None:
+        self.name, self._pool = name, pool
+        self.replay: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        """
+        Raises:
+            GraphPoolError: the graph was dropped; capture the call again.
+        """
+        if self.replay is None:
+            raise GraphPoolError.dropped(self.name)
+        with _torch.named_range(self.name), self._pool.using():
+            self._pool.run_off_default_stream((self.replay,))
+
+    def drop_graphs(self) -> None:
+        """Called by the pool; the graph's memory may be reused from now on."""
+        self.replay = None
+
+
 class _Use:
     """A context manager, one per pool; a generator would cost each forward a microsecond more."""
 
@@ -269,6 +331,20 @@ class _StandIn:
     def __call__(self) -> None:
         for output, value in zip(self._outputs, self._run(*self._inputs), strict=True):
             overwrite(output, value)
+
+
+@contextmanager
+def clean_cublas(device: torch.device) -> Iterator[None]:
+    """Surround the captures of one bucket (Note [cuBLAS workspaces])."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    _torch.clear_cublas_workspaces()
+    try:
+        yield
+    finally:
+        _torch.clear_cublas_workspaces()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ FILES = sorted([*HOUSE.rglob("*.py"), *CUSTOM_OPS.rglob("*.py")])
 # A room (a package, or a file beside the packages) imports from rooms above its own line, never from its own
 # line or below. What a package holds is its own business, as long as its files make no circle.
 LEVELS = (
+    {"reasons"},
     {"errors", "_torch", "telemetry", "buckets", "kernels"},
     {"sizes", "context"},
     {"graph_pool", "splitter"},
@@ -50,7 +51,6 @@ INNER_LEVELS = {
         {"rounds"},
         {"serving"},
         {"speculator"},
-        {"generate_command"},
         {"__init__"},
     ),
     "custom_ops": (
@@ -64,7 +64,7 @@ INNER_LEVELS = {
 }
 CORE = set().union(*LEVELS[: LEVELS.index({"__init__"}) + 1])
 LONG_FILES = {"errors": 480, "_torch": 480}  # catalogues, to be read in one sitting
-LONG_FILES |= {"flashinfer_attention": 354, "argument_checks": 364}  # to be cut
+LONG_FILES |= {"argument_checks": 364}  # to be cut
 LONG_FUNCTIONS = {"select_branches": 66}  # to be cut
 SHARED_NAMES = {"__init__", "errors"}  # errors: the catalogue of its package
 
@@ -168,7 +168,6 @@ def test_no_files_import_one_another_in_a_circle() -> None:
     list(TopologicalSorter(below).static_order())
 
 
-@pytest.mark.xfail(reason="being moved")
 def test_no_two_files_have_one_name() -> None:
     names = Counter(path.stem for path in FILES if path.stem not in SHARED_NAMES)
     assert not [name for name, count in names.items() if count > 1]
@@ -195,7 +194,7 @@ def torch_alone() -> set[str]:
         "import piecewise_graph",
         "import piecewise_graph.custom_ops.attention",
         "import piecewise_graph.eagle",
-        "import piecewise_graph.bench.options",
+        "import piecewise_graph.cli.commands",
     ],
 )
 def test_import_in_a_fresh_process_loads_nothing_heavy(statement: str, torch_alone: set[str]) -> None:
@@ -273,7 +272,7 @@ def code_lines(path: Path) -> int:
 
 
 # Lines of code: what stands. They fall; a feature may raise one by what it adds, said in its commit.
-BUDGETS = {"core": 6136, "eagle": 3272, "bench": 877, "custom_ops": 4091}
+BUDGETS = {"core": 5924, "eagle": 3088, "bench": 647, "cli": 520, "custom_ops": 4091}
 
 
 def part_of(path: Path) -> str:

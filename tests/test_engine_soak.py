@@ -17,9 +17,9 @@ from eagle_cases import (
     small_prompts,
 )
 from eagle_engine_cases import CHAIN, lone, make
+from internals import count_frozen_plans
 
 from piecewise_graph.eagle import Request, Speculator
-from piecewise_graph.frontend.frozen_call import FrozenPlan
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,7 +50,7 @@ def alive() -> tuple[int, int]:
     """(objects of any kind, plans among them: of piecewise forwards there is one per row count)."""
     gc.collect()
     objects = gc.get_objects()
-    return len(objects), sum(type(thing) is FrozenPlan for thing in objects)
+    return len(objects), count_frozen_plans(objects)
 
 
 def check_soak(count: int, mode: str) -> None:

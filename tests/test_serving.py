@@ -18,12 +18,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecewise_graph.bench.drive import RequestTimes, Timeline, drive
+from piecewise_graph.bench.drive import drive
 from piecewise_graph.bench.errors import BenchError
 from piecewise_graph.bench.load import Arrival, Load, arrivals, read_texts
-from piecewise_graph.bench.metrics import COLUMNS, Metrics, percentile, tpot
-from piecewise_graph.bench.settings import Setting
-from piecewise_graph.bench.turns import ratios
+from piecewise_graph.bench.metrics import COLUMNS, Metrics, RequestTimes, Timeline, percentile, ratios, tpot
+from piecewise_graph.bench.setting import Setting
 from piecewise_graph.cli.commands import main
 from piecewise_graph.eagle import DraftShape, Sampling, Statistics
 from piecewise_graph.eagle.serving.round_store import RoundStore
@@ -255,7 +254,7 @@ def test_every_request_has_a_seed_of_its_own() -> None:
 def test_a_setting_is_changed_by_name() -> None:
     changed = Setting(steps=3).but("overlap=off, draft-decode=eager,num_draft_tokens=4", has_draft=True)
     assert changed == Setting(steps=3, overlap=False, draft_decode="eager", num_draft_tokens=4)
-    assert changed.ways == {"draft": "eager", "verify": "full", "extend": "full"}
+    assert changed.phase_graphs == {"draft": "eager", "verify": "full", "extend": "full"}
     plain = Setting(steps=3, topk=2).but("steps=0", has_draft=True)
     assert plain.shape == DraftShape(0)
     assert Setting(steps="auto").shape == "auto"

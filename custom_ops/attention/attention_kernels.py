@@ -3,9 +3,9 @@
 See split_kernels.py for how the work is divided.
 
 Note [New tokens]
-What the batch adds is read from `k` and `v`, never from the cache: the cache holds the tokens before. So the
-launch that reads the cache may also write it. Of the programs that serve the same rows and KV head, the one
-with the last split writes. A request's new tokens may not be another's old ones in the same batch.
+The batch's own tokens are read from `k` and `v`, never from the cache, which holds the tokens before them. So
+the launch that reads the cache may also write it. Of the programs that serve the same rows and KV head, the
+one with the last split writes. A request's new tokens may not be another's old ones in the same batch.
 """
 
 import triton
@@ -177,7 +177,7 @@ def attend_kernel(
     q_at = q + (row_zero + row).to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
     q_tile = tl.load(q_at[:, None] + d[None, :], mask=here, other=0.0)
 
-    # Note [New tokens]: loaded here and stored at the end, so that nobody waits.
+    # Note [New tokens]: loaded here and stored at the end, to hide the latency.
     i = tl.arange(0, triton.next_power_of_2(BLOCK_Q))
     writes = (i < live_rows) & (split == splits - 1)
     new_row = (row_zero + first_row + i).to(tl.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kv_cache import SINK_SLOT
+from ..kv_cache import NULL_SLOT
 from .reference import live_lens, slots_of
 
 
@@ -191,7 +191,7 @@ def _permute(requests: Tensor, lens: Tensor, table: Tensor, order: Tensor) -> No
     start = torch.where(fits, lens, 0)[:, None]
     rows = requests.long()[:, None]
     before = table[rows, (start + order).clamp(max=table.shape[1] - 1)]
-    fits = fits & (before != SINK_SLOT).all(1)
+    fits = fits & (before != NULL_SLOT).all(1)
     # Padded requests and full rows write into an extra row, which is dropped.
     room = torch.cat([table, table.new_zeros(1, table.shape[1])])
     rows = torch.where(fits[:, None], rows, table.shape[0])

@@ -144,7 +144,6 @@ class SpeculatorError(PiecewiseError, ValueError):
         _OTHER_DRAFT + " load_draft(path, target) gives it the target's dtype and device.",
     )
     no_draft = _Message("{shape} needs a draft model and there is none.", "pass draft=, or DraftShape(0).")
-    no_dtype = _Message("dtype {name!r} cannot be used: torch has none.", "pass float32 or bfloat16.")
 
     # Draft shapes.
     no_shapes = _Message(
@@ -174,9 +173,6 @@ class SpeculatorError(PiecewiseError, ValueError):
     too_many_branches = _Message(
         "no round can have this shape: top-k {topk} of a draft with {vocabulary} tokens.",
         "choose a smaller topk.",
-    )
-    bad_steps_option = _Message(
-        "no round can have this shape: --steps {given}.", "pass a whole number, or auto."
     )
 
     # Settings of a speculator.
@@ -260,18 +256,3 @@ class SpeculatorError(PiecewiseError, ValueError):
             f"{shape} was not named when the speculator was made, which has {', '.join(map(str, known))}.",
             "name it in shapes= there: buffers and graphs are made before serving.",
         )
-
-    @classmethod
-    def no_model(cls, path: str, why: object) -> SpeculatorError:
-        return cls(
-            f"the model {path!r} cannot be used: {_first_line(why)}",
-            "pass the directory, or the hub id, of a causal LM with its tokenizer.",
-        )
-
-    @classmethod
-    def no_device(cls, name: str, why: object) -> SpeculatorError:
-        return cls(f"device {name!r} cannot be used: {_first_line(why)}", "pass cpu, or cuda on a GPU.")
-
-
-def _first_line(why: object) -> str:
-    return str(why).partition("\n")[0]

@@ -66,7 +66,8 @@ class Forward:
             rows = self._rows(inputs)
             if rows in self.sizes and rows not in self._captured:
                 self.capture(batch, **inputs)
-        with pg.forward_context(attention=_InGraph(batch) if mode == FULL and batch else batch):
+        # The core does not know the phase's graph: asked for a full graph, it would capture its own.
+        with pg.forward_context(attention=batch, in_graph=mode == FULL):
             if mode == EAGER:
                 return self.module(**inputs)
             if mode == PIECEWISE and self._frozen is not None:
@@ -105,16 +106,3 @@ class Forward:
     def explain(self) -> Any:
         """pg.explain of the compiled module."""
         return pg.explain(self._compiled)
-
-
-class _InGraph:
-    """A batch whose attention calls become part of the phase's graph.
-
-    The core does not know that graph. A context that asks for a full graph would make it capture its own.
-    """
-
-    def __init__(self, batch: AttentionBatch) -> None:
-        self._batch = batch
-
-    def run(self, call: Any, *, captured: bool) -> None:
-        self._batch.run(call, captured=True)

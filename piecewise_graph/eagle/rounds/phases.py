@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.custom_ops import metadata as md
-from piecewise_graph.custom_ops.token_choice import largest, uniforms
+from piecewise_graph.custom_ops.token_choice import argmax, uniforms
 
 from .resources import Resources
 from .round_buffers import Buffers
@@ -134,7 +134,7 @@ class Phases:
         """int32 `[B]`, of the target's vocabulary. Keeps the distribution that a token is drawn from."""
         draft, buffers = self.resources.models.draft, self.tensors.buffers
         if self.rule == GREEDY:
-            return draft.to_target(largest(logits))
+            return draft.to_target(argmax(logits))
         probs = self._distribution(logits)
         target_ids = draft.to_target(torch.arange(probs.shape[-1], device=probs.device))
         spread = torch.zeros_like(buffers.draft_probs[:, step])
@@ -178,7 +178,7 @@ class Phases:
             chosen = self.synthetic.choices(tree.tokens.view(size, nodes), mask, uniform)
             md.accept_greedy(batch, tree.tokens, chosen, accepted, mask=mask)
         elif self.rule == GREEDY:
-            md.accept_greedy(batch, tree.tokens, largest(logits), accepted, mask=mask)
+            md.accept_greedy(batch, tree.tokens, argmax(logits), accepted, mask=mask)
         else:
             probs = self._distribution(logits.view(size, nodes, -1))
             use = torch.arange(ACCEPT, ACCEPT + nodes, device=probs.device)

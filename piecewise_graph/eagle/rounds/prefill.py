@@ -12,7 +12,7 @@ from torch import Tensor
 
 from piecewise_graph.custom_ops.attention import AttentionBatch, BatchBuffers, make_batch
 from piecewise_graph.custom_ops.kv_cache import device_ints, to_device
-from piecewise_graph.custom_ops.token_choice import largest, uniforms
+from piecewise_graph.custom_ops.token_choice import argmax, uniforms
 
 from ..options import COMPILED, EAGER, PIECEWISE
 from ..request import Request
@@ -225,7 +225,7 @@ class Prefill:
         """int32 `[n]` tokens after the prompts of `chunk.done`, `logits [n, V]`."""
         samplings = [piece.request.sampling for piece in chunk.done]
         if all(sampling.greedy for sampling in samplings):
-            return largest(logits)
+            return argmax(logits)
         state, slots = self.resources.state, chunk.slots
         filters = ("top_k", "top_p") if any(sampling.filtered for sampling in samplings) else ()
         probs = distribution(logits, *(state[name][slots] for name in ("temperature", *filters)))
