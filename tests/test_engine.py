@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import piecewise_graph as pg
 from piecewise_graph.eagle import DraftShape, Engine, Request, Sampling, Speculator
-from piecewise_graph.eagle.rounds.launch import Launch
+from piecewise_graph.eagle.rounds.round_launch import Launch
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,7 +16,7 @@ from eagle_cases import (
 from eagle_engine_cases import CHAIN, PLAIN, SHAPES, lone, make, run
 
 from piecewise_graph.eagle import DraftShape, Request, Speculator, SpeculatorError
-from piecewise_graph.eagle.rounds.launch import Launch
+from piecewise_graph.eagle.rounds.round_launch import Launch
 
 
 @pytest.fixture(autouse=True, scope="module")

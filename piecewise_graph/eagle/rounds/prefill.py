@@ -16,8 +16,8 @@ from piecewise_graph.custom_ops.token_choice import argmax, uniforms
 
 from ..options import COMPILED, EAGER, PIECEWISE
 from ..request import Request
-from .launch import Launch
 from .resources import Resources
+from .round_launch import Launch
 from .sampling import FIRST, distribution, draw
 
 

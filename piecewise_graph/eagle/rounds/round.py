@@ -20,10 +20,10 @@ from piecewise_graph.custom_ops.kv_cache import device_ints
 
 from ..options import FULL
 from ..request import Request
-from .launch import Launch
 from .phase_runner import PhaseRunner, named
 from .phases import Phases
 from .prefill import Chunk, Prefill
+from .round_launch import Launch
 
 
 class Round:

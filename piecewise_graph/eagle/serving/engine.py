@@ -22,9 +22,9 @@ from contextlib import AbstractContextManager
 from ..errors import SpeculatorError
 from ..options import DraftShape, Sampling
 from ..request import Request, token_ids
-from ..rounds.launch import Launch
 from ..rounds.phase_runner import named
 from ..rounds.prefill import Piece
+from ..rounds.round_launch import Launch
 from .round_store import EngineOptions, RoundStore
 from .scheduler import Scheduler
 

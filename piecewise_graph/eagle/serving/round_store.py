@@ -8,11 +8,11 @@ from typing import Any
 
 from ..options import DraftShape
 from ..request import Request
-from ..rounds.launch import Observer
 from ..rounds.phase_runner import PhaseRunner
 from ..rounds.phases import FILTERED, GREEDY, SAMPLED, Phases
 from ..rounds.prefill import Prefill
 from ..rounds.round import Round
+from ..rounds.round_launch import Observer
 from ..rounds.round_tensors import RoundTensors
 from ..rounds.synthetic import Synthetic
 from .shape_planner import Planner, PlannerKey
