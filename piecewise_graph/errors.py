@@ -204,6 +204,19 @@ class InputError(PiecewiseError):
             "pass inputs with equal token dimensions, or use pg.compile, which traces such a call anew.",
         )
 
+    @staticmethod
+    def other_size(name: str, dim: int, found: int, expected: int) -> str:
+        """What `shape_contract` tells of an argument."""
+        return f"{name} has size {found} in dimension {dim}, the trace needs {expected}"
+
+    @staticmethod
+    def outside_range(tokens: int, allowed: str) -> str:
+        return f"{tokens} tokens are outside of {allowed} of this trace"
+
+    @staticmethod
+    def unmet_guard(guard: object, sizes: object) -> str:
+        return f"the trace relies on {guard}, which {sizes} does not meet"
+
     @classmethod
     def strides(cls, name: str, found: object, expected: object) -> InputError:
         return cls(

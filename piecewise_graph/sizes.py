@@ -165,7 +165,7 @@ class ShapeContract:
         for index, dim, expr in self.dims:
             found, expected = args[index].shape[dim], evaluate(expr, sizes)
             if found != expected:
-                return f"{self.names[index]} has size {found} in dimension {dim}, the trace needs {expected}"
+                return InputError.other_size(self.names[index], dim, found, expected)
         return None
 
     def size_violation(self, sizes: Sizes) -> str | None:
@@ -173,10 +173,10 @@ class ShapeContract:
         for symbol, (low, high) in zip(self.symbols, self.ranges, strict=True):
             value = sizes[symbol]
             if (low is not None and value < low) or (high is not None and value > high):
-                return f"{value} tokens are outside of {range_text((low, high))} of this trace"
+                return InputError.outside_range(value, range_text((low, high)))
         for guard in self.guards:
             if substitute(guard, sizes) == sympy.false:
-                return f"the trace relies on {guard}, which {dict(sizes)} does not meet"
+                return InputError.unmet_guard(guard, dict(sizes))
         return None
 
 
