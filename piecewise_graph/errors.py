@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from piecewise_graph.reasons import remedy
 
@@ -197,16 +198,8 @@ class MergedWeightsError(PiecewiseError):
 class InputError(PiecewiseError):
     """A call's inputs do not fit the trace that it reached."""
 
-    @classmethod
-    def shape_contract(cls, what: str) -> InputError:
-        return cls(
-            f"the inputs do not fit the compiled trace: {what}.",
-            "pass inputs with equal token dimensions, or use pg.compile, which traces such a call anew.",
-        )
-
     @staticmethod
     def other_size(name: str, dim: int, found: int, expected: int) -> str:
-        """What `shape_contract` tells of an argument."""
         return f"{name} has size {found} in dimension {dim}, the trace needs {expected}"
 
     @staticmethod
@@ -214,8 +207,15 @@ class InputError(PiecewiseError):
         return f"{tokens} tokens are outside of {allowed} of this trace"
 
     @staticmethod
-    def unmet_guard(guard: object, sizes: object) -> str:
-        return f"the trace relies on {guard}, which {sizes} does not meet"
+    def guard_not_met(guard: object, sizes: Mapping[Any, int]) -> str:
+        return f"the trace relies on {guard}, which {dict(sizes)} does not meet"
+
+    @classmethod
+    def shape_contract(cls, what: str) -> InputError:
+        return cls(
+            f"the inputs do not fit the compiled trace: {what}.",
+            "pass inputs with equal token dimensions, or use pg.compile, which traces such a call anew.",
+        )
 
     @classmethod
     def strides(cls, name: str, found: object, expected: object) -> InputError:
