@@ -202,7 +202,7 @@ def test_a_graph_decrees_the_same(models: tuple[Any, Any], of_rates: Speculator)
 class TestStatistics:
     def test_say_that_they_are_synthetic(self, of_rates: Speculator) -> None:
         statistics = run(of_rates, CHAIN, requests=8)
-        assert str(statistics).startswith("SYNTHETIC acceptance: a mean of 2.80 was decreed, not found\n")
+        assert str(statistics).startswith("SYNTHETIC acceptance: a mean of 2.80 was set, not measured\n")
         assert statistics.to_dict()["synthetic_acceptance_length"] == pytest.approx(2.8)
 
     def test_say_nothing_where_nothing_was_decreed(

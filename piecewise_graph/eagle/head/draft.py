@@ -233,7 +233,7 @@ def _check_shared(config: DraftConfig, given: dict[str, nn.Module | None]) -> No
     for name, module in given.items():
         expected = (rows[name], config.hidden_size)
         if module is not None and tuple(module.weight.shape) != expected:  # type: ignore[arg-type]
-            raise EagleError.wrong_module(name, module.weight.shape, expected)  # type: ignore[arg-type]
+            raise EagleError.wrong_module(name, module.weight.shape, expected)
 
 
 def _check_d2t(config: DraftConfig, d2t: Tensor | None) -> None:
@@ -242,13 +242,9 @@ def _check_d2t(config: DraftConfig, d2t: Tensor | None) -> None:
             raise EagleError.no_mapping(config.draft_vocab_size, config.vocab_size)
         return
     if d2t.dtype != torch.int64 or d2t.shape != (config.draft_vocab_size,):
-        raise EagleError.wrong_mapping(
-            f"{d2t.dtype} of shape {tuple(d2t.shape)}, not torch.int64 of ({config.draft_vocab_size},)"
-        )
+        raise EagleError.wrong_d2t_tensor(d2t.dtype, d2t.shape, config.draft_vocab_size)
     ids = torch.arange(config.draft_vocab_size, device=d2t.device) + d2t
     outside = ((ids < 0) | (ids >= config.vocab_size)).nonzero()
     if len(outside):
         row = int(outside[0])
-        raise EagleError.wrong_mapping(
-            f"it maps draft token {row} to target token {int(ids[row])}, of {config.vocab_size}"
-        )
+        raise EagleError.wrong_d2t_offset(row, int(ids[row]), config.vocab_size)
