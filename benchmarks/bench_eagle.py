@@ -36,7 +36,7 @@ from benchmarks.common import RESULTS, Mark, Timing, alternate, read_bandwidth, 
 from benchmarks.eagle_pair import bench_pair, decode_seconds
 from benchmarks.llama import SHAPES, random_draft, random_model
 from benchmarks.paged import read_bytes
-from piecewise_graph.bench.values import wholes
+from piecewise_graph.bench.setting import wholes
 from piecewise_graph.eagle import Speculator
 
 CONTEXT, STEPS, NEW = 128, 3, 256

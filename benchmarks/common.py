@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from piecewise_graph.bench.environment import environment
-from piecewise_graph.bench.table import table
+from piecewise_graph.bench.serving_report import environment, table
 
 __all__ = [
     "RESULTS",

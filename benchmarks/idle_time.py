@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from piecewise_graph.bench.segments import WORK
+from piecewise_graph.bench.trace import WORK
 
 Span = tuple[float, float]  # (start, end) in microseconds
 Event = Mapping[str, Any]

@@ -87,8 +87,12 @@ class PagedModel:
         for tokens in self.counts:
             for full in (False, True):
                 with self.context(tokens, full):
-                    rows = self._rows(tokens)
-                    torch.ops.piecewise.attention(*rows, 0, 1.0, implementation=self.implementation)
+                    self.attend(tokens)
+
+    def attend(self, tokens: int) -> None:
+        """One call of the attention op, for the first layer. Call inside of the forward context."""
+        rows = self._rows(tokens)
+        torch.ops.piecewise.attention(*rows, 0, 1.0, implementation=self.implementation)
 
     def _rows(self, tokens: int) -> list[Tensor]:
         config = self.model.config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from piecewise_graph import _torch
+from piecewise_graph.errors import InputError
 
 Sizes = Mapping[sympy.Symbol, int]
 Range = tuple[int | None, int | None]
@@ -94,6 +96,19 @@ def overwrite(destination: Tensor, source: Tensor) -> None:
     destination.copy_(source)
 
 
+class ShapeMiss(InputError):
+    """A call reached a trace that is not valid for its shapes; pg.compile answers with another trace.
+
+    Attributes:
+        sizes_differ: dimensions differ that were equal when the trace was made.
+    """
+
+    def __init__(self, what: str, *, sizes_differ: bool) -> None:
+        shown = InputError.shape_contract(what)
+        super().__init__(shown.what, shown.remedy)
+        self.sizes_differ = sizes_differ
+
+
 @dataclass(frozen=True)
 class ShapeContract:
     """For which arguments a trace is valid, as far as sizes go (Note [One trace] in frontend/compile.py).
@@ -113,6 +128,30 @@ class ShapeContract:
     guards: tuple[sympy.Basic, ...]
     ranges: tuple[Range, ...]
     names: tuple[str, ...]
+
+    def admit(self, args: Sequence[Any]) -> Sizes:
+        """The value of each symbol in this call, which the trace is valid for.
+
+        Raises:
+            ShapeMiss: it is not.
+        """
+        sizes = self.read_sizes(args)
+        differing = self.dim_violation(args, sizes)
+        violation = differing or self._known_violation(sizes)
+        if violation is not None:
+            raise ShapeMiss(violation, sizes_differ=differing is not None)
+        return sizes
+
+    @cached_property
+    def _violations(self) -> dict[tuple[int, ...], str | None]:
+        """What `size_violation` said, by sizes: to evaluate a guard is slow."""
+        return {}
+
+    def _known_violation(self, sizes: Sizes) -> str | None:
+        key = tuple(sizes.values())
+        if key not in self._violations:
+            self._violations[key] = self.size_violation(sizes)
+        return self._violations[key]
 
     def read_sizes(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """The value of each symbol in this call."""

@@ -23,12 +23,12 @@ from eagle_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from internals import count_frozen_plans
 
 import piecewise_graph as pg
 from piecewise_graph.eagle import DraftShape, Engine, Request, Sampling, Speculator, SpeculatorError
 from piecewise_graph.eagle.rounds.results import Result
 from piecewise_graph.errors import PiecewiseError
-from piecewise_graph.frontend.frozen_call import FrozenPlan
 
 PLAIN, CHAIN, TREE = DraftShape(0), CHAINS[2], TREES[2]
 SHAPES = [CHAIN, TREE, PLAIN]
@@ -613,7 +613,7 @@ def alive() -> tuple[int, int]:
     """(objects of any kind, plans among them: of piecewise forwards there is one per row count)."""
     gc.collect()
     objects = gc.get_objects()
-    return len(objects), sum(type(thing) is FrozenPlan for thing in objects)
+    return len(objects), count_frozen_plans(objects)
 
 
 def check_soak(count: int, prefill: str) -> None:

@@ -1,5 +1,7 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Triton kernels of batches and drafts. Arguments as in the reference; grids and constants in `metadata_launches.py`.
+"""Triton kernels of batches and drafts.
+
+Arguments are as in the reference; grids and constants stand in `metadata_launches.py`.
 
 One program serves one request (and one chunk of its tokens or pages), so that what belongs to a request is
 ordered by one program and needs barriers at most. Loops have constant bounds or are `while`: with

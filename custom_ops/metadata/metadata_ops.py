@@ -7,7 +7,8 @@ launch it many times: `launch = build_tree.bind(batch, ...); launch()` skips dis
 own.
 
 A greedy round with a chain: `draft_steps`, `build_tree`, `accept_greedy`: three launches. Names of shapes are
-explained in `metadata_buffers.py`. Wrong sizes, dtypes and devices raise MetadataError before anything is written.
+explained in `metadata_buffers.py`. Wrong sizes, dtypes and devices raise MetadataError before anything is
+written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The torch reference of batches, drafts and trees: the definition, on any device, without a host sync.
 
-Arguments and shapes are those of the ops (`metadata_ops.py`, `metadata_buffers.py`). Lines read top to bottom; nothing is
-tuned.
+Arguments and shapes are those of the ops (`metadata_ops.py`, `metadata_buffers.py`). Lines read top to
+bottom; nothing is tuned.
 """
 
 from __future__ import annotations

@@ -162,10 +162,6 @@ class SpeculatorError(PiecewiseError, ValueError):
         return cls(f"no speculator can be made or prepared like this: {what}.", remedy)
 
     @classmethod
-    def not_loaded(cls, what: str, why: object, remedy: str) -> SpeculatorError:
-        return cls(f"{what} cannot be used: {str(why).partition(chr(10))[0]}", remedy)
-
-    @classmethod
     def bad_graphs(
         cls, phase: str, how: object, phases: Sequence[str], ways: Sequence[str]
     ) -> SpeculatorError:

@@ -1,8 +1,8 @@
 """Phases of a round whose forwards carry prompts along: one read of the weights serves both.
 
 The rows of a chunk stand behind those of the round. Their number differs from step to step, so these phases
-are no graphs of their own: their forwards are tapes, or compiled code (compiled_forward.py). Trees have a mask for
-each of their rows, which prompts have not: they run side by side with a chunk, not together.
+are no graphs of their own: their forwards are tapes, or compiled code (compiled_forward.py). Trees have a
+mask for each of their rows, which prompts have not: they run side by side with a chunk, not together.
 
 Source: chunked prefill, Sarathi-Serve (arXiv 2403.02310).
 """

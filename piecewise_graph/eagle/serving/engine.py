@@ -2,8 +2,8 @@
 
 Note [One result late]
 A round needs nothing from the host but who takes part: lengths, accepted tokens and hidden states stay on the
-device, in rows of the request table (round_buffers.py). So with `overlap` a step launches its round first and only
-then reads what the round before has found, while the device is busy:
+device, in rows of the request table (round_buffers.py). So with `overlap` a step launches its round first and
+only then reads what the round before has found, while the device is busy:
 
     step r      launch round r     |  read the result of round r - 1, hand out its tokens
     device      ... round r - 1    |  round r ...
