@@ -63,7 +63,7 @@ class AttentionError(PiecewiseError, ValueError):
     def wrong_shapes(cls, q: Tensor, k: Tensor, v: Tensor) -> AttentionError:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
         remedy = (
-            "pass q, k, v of the same tokens, [rows, heads, head_dim]; q's heads a multiple of k's and v's"
+            "pass q, k, v of the same tokens, [rows, heads, head_dim]; heads of q a multiple of those of k"
         )
         return cls._of_call(shapes, remedy)
 
