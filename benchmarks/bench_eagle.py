@@ -3,7 +3,7 @@
     python -m benchmarks.bench_eagle
 
 Random weights in bf16, a chain of 3 steps, 128 tokens of context per request. Acceptance is SYNTHETIC: a mean
-of 1 (nothing is accepted) and of 2.5 tokens per round is decreed, which changes what a token takes and hardly
+of 1 (nothing is accepted) and of 2.5 tokens per round is set, which changes what a token takes and hardly
 what a round does. In one process, on the same requests, these take turns:
 
     full            draft, verify and draft-extend are one graph each
