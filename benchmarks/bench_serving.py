@@ -73,8 +73,8 @@ class Subject:
         began = time.perf_counter()
         self.name, self._options = name, options
         target, draft = load_pair(PAIRS[name]) if name in PAIRS else _random(name)
-        decreed = None if name in PAIRS else ACCEPT_LENGTH
-        self.base = Setting(steps=STEPS, overlap=True, synthetic_accept_length=decreed)
+        synthetic = None if name in PAIRS else ACCEPT_LENGTH
+        self.base = Setting(steps=STEPS, overlap=True, synthetic_accept_length=synthetic)
         self._vocabulary = target.get_input_embeddings().weight.shape[0]
         compiled: dict[str, Any] = {
             "compiler": options.compiler,

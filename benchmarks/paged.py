@@ -27,7 +27,7 @@ def layout(tokens: int) -> tuple[int, int]:
 
 
 class PagedModel:
-    """Random weights, a KV cache, and one batch per token count whose requests have 128 tokens with its own.
+    """Random weights, a KV cache, and one batch per token count. A request has 128 tokens, new ones included.
 
     Attributes:
         model: transformers' module, unmodified but for its attention, which is our op.

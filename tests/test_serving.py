@@ -118,14 +118,14 @@ def test_the_two_sides_are_compared_with_their_spread(compared: Ran) -> None:
     assert all(each["low"] <= each["high"] for each in found)
 
 
-def test_decreed_acceptance_is_labelled_everywhere(compared: Ran) -> None:
+def test_synthetic_acceptance_is_labelled_everywhere(compared: Ran) -> None:
     tables = compared.out.split("\n\n")
     assert [("SYNTHETIC" in text) for text in tables[:3]] == [True, False, True]
     for row in (*compared.results["rows"], *compared.results["turns"]):
-        decreed = row["side"] == "as given"
-        assert row["acceptance"] == ("SYNTHETIC" if decreed else "real")
-        assert row["synthetic_accept_length"] == (2.5 if decreed else None)
-        assert 1.5 < row["accept_length"] < 3.5 if decreed else row["accept_length"] == 1.0
+        synthetic = row["side"] == "as given"
+        assert row["acceptance"] == ("SYNTHETIC" if synthetic else "real")
+        assert row["synthetic_accept_length"] == (2.5 if synthetic else None)
+        assert 1.5 < row["accept_length"] < 3.5 if synthetic else row["accept_length"] == 1.0
     assert all(each["acceptance"] == "SYNTHETIC" for each in compared.results["ratios"])
     assert json.loads((compared.folder / "trace.json").read_text())["acceptance"] == "SYNTHETIC"
     assert "requests: trace.json; SYNTHETIC" in compared.out
@@ -208,7 +208,7 @@ def test_a_model_that_is_not_there_is_refused(inside: None, capsys: pytest.Captu
 def test_a_planner_is_timed_before_it_serves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With decreed acceptance a planner belongs to its engine; timing its shapes is no part of any turn."""
+    """With synthetic acceptance a planner belongs to its engine; timing its shapes is no part of any turn."""
     timed: list[int] = []
     time = RoundChoice.time
     monkeypatch.setattr(RoundChoice, "time", lambda *args: (timed.append(1), time(*args)))
