@@ -63,9 +63,9 @@ class AttentionError(PiecewiseError, ValueError):
     def wrong_shapes(cls, q: Tensor, k: Tensor, v: Tensor) -> AttentionError:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
         remedy = (
-            "pass q, k and v of the same new tokens, [rows, heads, head_dim]; v shaped as k, and the heads"
+            "pass q, k and v of the same tokens, [rows, heads, head_dim]; q's heads a multiple of k's and v's"
         )
-        return cls._of_call(shapes, f"{remedy} of q a multiple of those of k")
+        return cls._of_call(shapes, remedy)
 
     @classmethod
     def mixed_dtypes(cls, q: Tensor, k: Tensor, v: Tensor) -> AttentionError:
@@ -163,45 +163,38 @@ class AttentionError(PiecewiseError, ValueError):
 
     @classmethod
     def impossible_lengths(cls, slot: int, rows: int, tokens: int) -> AttentionError:
+        what = f"request slot {slot} has {rows} new rows and {tokens} tokens with them"
         return cls._of_batch(
-            f"request slot {slot} has {rows} new rows and {tokens} tokens with them",
-            "pass in query_lens the new rows, and in seq_lens the tokens before plus those",
+            what, "pass in query_lens the new rows, in seq_lens the tokens before plus those"
         )
 
     @classmethod
     def repeated_slot(cls, slot: int) -> AttentionError:
-        return cls._of_batch(
-            f"request slot {slot} is named twice", "pass all new rows of a request as one entry"
-        )
+        what = f"request slot {slot} is named twice"
+        return cls._of_batch(what, "pass all new rows of a request as one entry")
 
     @classmethod
     def no_rows(cls, requests: int) -> AttentionError:
-        return cls._of_batch(
-            f"{requests} requests and no row",
-            "pass at least one request with a new row, or skip the forward",
-        )
+        what = f"{requests} requests and no row"
+        return cls._of_batch(what, "pass at least one request with a new row, or skip the forward")
 
     @classmethod
     def buffers_too_small(cls, requests: Sequence[int], buffers: Sequence[int]) -> AttentionError:
+        what = f"{requests[0]} requests with {requests[1]} rows"
         return cls._of_batch(
-            f"{requests[0]} requests with {requests[1]} rows",
-            f"make BatchBuffers for more than {buffers[0]} requests and {buffers[1]} rows",
+            what, f"BatchBuffers were made for {buffers[0]} and {buffers[1]}; make larger ones"
         )
 
     @classmethod
     def not_uniform(cls, index: int, rows: int, query_len: int) -> AttentionError:
-        return cls._of_batch(
-            f"request {index} has {rows} rows, each of uniform buffers {query_len}",
-            "make BatchBuffers without uniform=True for such batches",
-        )
+        what = f"request {index} has {rows} rows, each of uniform buffers {query_len}"
+        return cls._of_batch(what, "make BatchBuffers without uniform=True for such batches")
 
     @classmethod
     def wrong_pages(cls, table: tuple[int, object], cache: tuple[int, object]) -> AttentionError:
-        return cls._of_batch(
-            f"a request table with pages of {table[0]} tokens on {table[1]}, and a KV cache with pages of "
-            f"{cache[0]} on {cache[1]}",
-            "make the table with RequestTable.for_cache(cache, ...)",
-        )
+        what = "a request table with pages of {} tokens on {}, and a KV cache with pages of {} on {}"
+        remedy = "make the table with RequestTable.for_cache(cache, ...)"
+        return cls._of_batch(what.format(*table, *cache), remedy)
 
     @classmethod
     def table_too_large(cls, pages: int, cache_pages: int) -> AttentionError:

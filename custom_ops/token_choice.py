@@ -13,7 +13,6 @@ used, and its use. The same request draws the same numbers in every batch and in
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,9 +83,8 @@ def _shift(value: Tensor, bits: int) -> Tensor:
 def _launchers() -> tuple[Launcher, Launcher, Launcher]:
     from . import token_choice_kernels as kernels
 
-    of_parts: Any = kernels.argmax_of_parts_kernel
     return (
-        Launcher(of_parts, num_warps=4),
+        Launcher(kernels.argmax_of_parts_kernel, num_warps=4),
         Launcher(kernels.argmax_of_row_kernel, num_warps=1),
         Launcher(kernels.uniforms_kernel, num_warps=1),
     )

@@ -63,5 +63,5 @@ def __getattr__(name: str) -> Any:
 
 # An installation has custom_ops inside this package. A checkout that is not installed has it beside.
 _ROOT = Path(__file__).resolve().parents[1]
-if find_spec("piecewise_graph.custom_ops") is None and (_ROOT / "custom_ops" / "kv_cache.py").is_file():
+if find_spec(f"{__name__}.custom_ops") is None and (_ROOT / "custom_ops" / "kv_cache.py").is_file():
     __path__.append(str(_ROOT))

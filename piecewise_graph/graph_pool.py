@@ -13,10 +13,9 @@ host time per launch against 3.2). A caller on the default stream is therefore s
 with one event before and one after. A caller on another stream is served there.
 
 Note [cuBLAS workspaces]
-A captured GEMM holds the address of a workspace that torch keeps per stream, and that torch frees when the
-workspaces are cleared. They are cleared before the captures, so that the first captured GEMM allocates one
-inside the pool, which the graphs keep mapped. They are cleared again afterwards, so that no other GEMM writes
-there.
+A captured GEMM holds the address of a workspace that torch keeps per stream. The workspaces are cleared
+before the captures, so that the first captured GEMM allocates one inside the pool. They are cleared again
+afterwards, so that no other GEMM writes there.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from torch import Tensor
 
 from piecewise_graph import _torch
 from piecewise_graph.errors import GraphPoolError
-from piecewise_graph.sizes import overwrite
+from piecewise_graph.stand_in import StandIn
 
 Run = Callable[..., Sequence[Tensor]]
 
@@ -52,8 +51,7 @@ class GraphPool:
         poison: debugging aid for the CPU's stand-in graphs: fill each segment's outputs with NaN (or
             the largest integer) once their last reader ran, so that a stale read shows.
 
-    The pool belongs to the device of its first model. `release()` drops all graphs and gives the
-    memory back; the pool may be used again afterwards.
+    The pool belongs to the device of its first model. After `release()` it may be used again.
     """
 
     def __init__(self, *, poison: bool = False) -> None:
@@ -66,7 +64,7 @@ class GraphPool:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._sentinel: torch.cuda.CUDAGraph | None = None
         self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
-        self._stand_ins: weakref.WeakSet[_StandIn] = weakref.WeakSet()
+        self._stand_ins: weakref.WeakSet[StandIn] = weakref.WeakSet()
         self._in_use = 0
         self._use = _Use(self)
 
@@ -170,7 +168,7 @@ class GraphPool:
         """
         if self._memory is None:
             outputs = run(*inputs) if warm is None else [tensor.clone() for tensor in warm]
-            stand_in = _StandIn(run, inputs, outputs)
+            stand_in = StandIn(run, inputs, outputs)
             self._stand_ins.add(stand_in)
             return stand_in, outputs
         graph = torch.cuda.CUDAGraph()
@@ -201,7 +199,7 @@ class GraphPool:
 
         Raises:
             GraphPoolError: the pool serves another device, or the caller is capturing a graph already.
-            torch.OutOfMemoryError: the graph does not fit; the pool stays usable.
+            torch.OutOfMemoryError: the graph does not fit.
         """
         device = torch.device(device)
         if capturing_elsewhere(device):
@@ -241,10 +239,7 @@ class GraphPool:
             owner.drop_graphs()
 
     def release(self) -> None:
-        """Drop every graph captured in this pool and give its memory back.
-
-        Models that used it go on: their next calls capture again (or run compiled, with
-        `capture="explicit"`).
+        """Drop every graph captured in this pool and give its memory back; models capture anew.
 
         Raises:
             GraphPoolError: called while one of the graphs is in use.
@@ -284,7 +279,7 @@ class CapturedCall:
             self._pool.run_off_default_stream((self.replay,))
 
     def drop_graphs(self) -> None:
-        """Called by the pool; the graph's memory may be reused from now on."""
+        """Called by the pool."""
         self.replay = None
 
 
@@ -309,28 +304,8 @@ class _Use:
 
 
 def capturing_elsewhere(device: torch.device) -> bool:
-    """The caller is capturing a graph of his own: our replays and captures would not belong in it."""
+    """The caller is capturing a graph; our replays and captures would not belong in it."""
     return device.type == "cuda" and _torch.capturing()
-
-
-class _StandIn:
-    """What a graph is on a CPU: the same call again, into the same outputs.
-
-    A caller that keeps an output, reads one too late or moves an input sees on the CPU what it would
-    see on a GPU.
-    """
-
-    __slots__ = ("__weakref__", "_inputs", "_outputs", "_run", "owned_bytes")
-
-    def __init__(self, run: Run, inputs: Sequence[object], outputs: Sequence[Tensor]) -> None:
-        self._run, self._inputs, self._outputs = run, inputs, outputs
-        given = {_torch.storage_id(value) for value in inputs if isinstance(value, Tensor)}
-        owned = {_torch.storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
-        self.owned_bytes = sum(size for storage, size in owned.items() if storage not in given)
-
-    def __call__(self) -> None:
-        for output, value in zip(self._outputs, self._run(*self._inputs), strict=True):
-            overwrite(output, value)
 
 
 @contextmanager
@@ -349,11 +324,7 @@ def clean_cublas(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """No cyclic collection during a capture.
-
-    A collection may free another graph or unload a kernel's module in mid-capture, which invalidates
-    it. Collected once before, so that little waits, and left as it was found.
-    """
+    """No cyclic collection during a capture: freeing a graph or unloading a kernel would invalidate it."""
     if not gc.isenabled():
         yield
         return

@@ -26,6 +26,7 @@ LEVELS = (
     {"reasons"},
     {"errors", "_torch", "telemetry", "buckets", "kernels"},
     {"sizes", "context"},
+    {"stand_in"},
     {"graph_pool", "splitter"},
     {"config"},
     {"compiler"},
@@ -144,7 +145,6 @@ def test_every_room_has_a_level() -> None:
         assert rooms == set().union(*levels), package
 
 
-@pytest.mark.xfail(reason="being moved")
 def test_no_import_points_upward() -> None:
     """Deferred ones, those for type checkers alone, and strings that are imported, included."""
     assert not arrows_upward("piecewise_graph", LEVELS)
@@ -159,10 +159,10 @@ def test_the_only_way_up_is_the_table_of_lazy_names() -> None:
     )
     level = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
     upward = {m for m in GRAPH["piecewise_graph"] if level[room_of(m, 1)] > level["__init__"]}
-    assert upward == set(ast.literal_eval(table).values())
+    looked_for = {"piecewise_graph.custom_ops"}  # by a checkout that is not installed, and not imported
+    assert upward - looked_for == set(ast.literal_eval(table).values())
 
 
-@pytest.mark.xfail(reason="being moved")
 def test_no_files_import_one_another_in_a_circle() -> None:
     below = {**GRAPH, "piecewise_graph": {m for m in GRAPH["piecewise_graph"] if room_of(m, 1) in CORE}}
     list(TopologicalSorter(below).static_order())

@@ -1,17 +1,19 @@
-"""Who serves an attention call: what a mode lacks, which one is chosen, and what is refused by name."""
+"""Who serves an attention call: what a mode cannot do, which one is chosen, and what is refused by name."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import DECODE, MIXED, TREE, Shape, case_of, check
 
-from piecewise_graph.custom_ops.attention import AttentionBatch, implementations
+import piecewise_graph as pg
+from piecewise_graph.custom_ops.attention import AttentionBatch, attention, implementations, modes
 from piecewise_graph.custom_ops.attention.implementations import (
     NAMES,
     Implementation,
@@ -68,13 +70,13 @@ REASONS = {
 
 
 @pytest.mark.parametrize("what", REASONS)
-def test_a_mode_says_what_it_lacks(what: str) -> None:
+def test_a_mode_says_what_it_cannot_do(what: str) -> None:
     limited, shape, reason = REASONS[what]
     case = case_of(shape)
     assert limited.reason(case.call, case.batch, False) == reason
 
 
-def test_a_mode_that_is_not_capturable_lacks_that_only_in_a_full_graph() -> None:
+def test_a_mode_that_is_not_capturable_says_so_only_in_a_full_graph() -> None:
     case = case_of()
     assert mode().reason(case.call, case.batch, True) == "it cannot be part of a full graph"
     assert mode().reason(case.call, case.batch, False) is None
@@ -82,7 +84,7 @@ def test_a_mode_that_is_not_capturable_lacks_that_only_in_a_full_graph() -> None
 
 
 @pytest.mark.parametrize("absent", ["host_seq_lens", "host_query_lens"])
-def test_a_mode_that_plans_lacks_lengths_on_the_host(absent: str) -> None:
+def test_a_mode_that_plans_asks_for_lengths_on_the_host(absent: str) -> None:
     case = case_of()
     assert mode(host_lengths=True).reason(case.call, case.batch, False) is None
     batch = dataclasses.replace(case.batch, **{absent: None})
@@ -114,7 +116,7 @@ def test_a_mode_that_plans_lacks_lengths_on_the_host(absent: str) -> None:
     ],
     ids=["no limits", "at every limit", "decode", "tree", "window", "soft cap"],
 )
-def test_a_mode_that_can_lacks_nothing(shape: Shape, able: Mode) -> None:
+def test_a_mode_that_can_has_no_reason(shape: Shape, able: Mode) -> None:
     case = case_of(shape)
     assert able.reason(case.call, case.batch, False) is None
 
@@ -173,6 +175,42 @@ def test_an_import_that_fails_is_a_reason_and_tried_once(monkeypatch: pytest.Mon
         assert tried == [".flashinfer_xqa"]
     finally:
         load.cache_clear()
+
+
+def test_a_package_that_does_not_load_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, package: str) -> None:
+        raise RuntimeError("built for another CUDA")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    load.cache_clear()
+    try:
+        assert load("flash_attn") == Implementation(missing="it does not load: built for another CUDA")
+    finally:
+        load.cache_clear()
+
+
+def test_the_gpu_is_one_of_those_that_a_mode_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of()
+    on_gpu = SimpleNamespace(q=SimpleNamespace(is_cuda=True, device="cuda"), traits=case.call.traits)
+    monkeypatch.setattr(modes, "compute_capability", {"cuda": 8}.__getitem__)
+    reason = mode(capabilities={9, 10}).reason(on_gpu, case.batch, False)  # type: ignore[arg-type]
+    assert reason == "it does not run on compute capability 8"
+    assert mode(capabilities=range(8, 100)).reason(on_gpu, case.batch, False) is None  # type: ignore[arg-type]
+
+
+def test_a_graph_of_the_caller_takes_a_mode_that_may_be_captured(
+    installed: dict[str, Implementation],
+) -> None:
+    installed["torch"] = Implementation((mode(),))
+    case = case_of()
+    q, k, v = case.call.q, case.call.k, case.call.v
+    with pg.forward_context(attention=case.batch, in_graph=False):
+        attention(q, k, v, implementation="torch")
+    with (
+        pg.forward_context(attention=case.batch, in_graph=True),
+        pytest.raises(AttentionError, match="it cannot be part of a full graph"),
+    ):
+        attention(q, k, v, implementation="torch")
 
 
 def test_an_implementation_that_cannot_says_why_and_who_can(installed: dict[str, Implementation]) -> None:

@@ -27,12 +27,8 @@ def _zero_tail(
     d = tl.arange(0, DIM)
     g = tl.arange(0, GROUP_POW2)
     for row in range(tl.load(qo_indptr + requests) + item, num_tokens, tl.num_programs(1)):
-        at = (
-            out
-            + (tl.full([], 0, tl.int64) + row) * out_row
-            + (head * GROUP + g)[:, None] * out_head
-            + d[None, :]
-        )
+        start = out + (tl.full([], 0, tl.int64) + row) * out_row
+        at = start + (head * GROUP + g)[:, None] * out_head + d[None, :]
         zeros = tl.zeros([GROUP_POW2, DIM], out.dtype.element_ty)
         tl.store(at, zeros, mask=(g < GROUP)[:, None] & (d < HEAD_DIM)[None, :])
 
@@ -207,12 +203,8 @@ def attend_kernel(
             n = tl.arange(0, BLOCK_N)
             for low in range(0, mask_width, BLOCK_N):
                 there = row_there[:, None] & (low + n < mask_width)[None, :]
-                position += tl.sum(
-                    tl.load(mask_rows[:, None] + (low + n)[None, :] * mask_column, mask=there, other=0).to(
-                        tl.int32
-                    ),
-                    1,
-                )
+                drawn = mask_rows[:, None] + (low + n)[None, :] * mask_column
+                position += tl.sum(tl.load(drawn, mask=there, other=0).to(tl.int32), 1)
     elif WINDOW:
         begin = tl.maximum(begin, tl.maximum(old + first_row - window + 1, 0) // BLOCK_N * BLOCK_N)
     lo = begin

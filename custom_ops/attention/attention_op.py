@@ -1,4 +1,4 @@
-"""Schema, fake and dispatch of `piecewise::attention`. Needs torch only; kernels live elsewhere.
+"""Schema, fake and dispatch of `piecewise::attention`. It needs torch only; kernels live elsewhere.
 
 The op is defined through `torch.library.Library`. The Python wrapper of `torch.library.custom_op` would cost
 several times the dispatch of a plain op on every call. The steady path does not even pay that: a tape calls

@@ -11,7 +11,7 @@ window (or none) and soft cap (or none). `prepare` has it done.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -40,7 +40,7 @@ class _Wrapper:
 
     wrapper: Any
     planned: _PlannedBatch | None = None
-    copied: torch.cuda.Event | None = None
+    copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +63,6 @@ class _PlannedBatch:
         shared = self.wrapper
         if shared.planned is self or not self.rows:
             return
-        if shared.copied is None:
-            shared.copied = torch.cuda.Event()
         shared.copied.synchronize()
         shared.wrapper.plan(**self.arguments)
         shared.copied.record()
@@ -101,12 +99,10 @@ def _wrapper(batch: AttentionBatch, call: AttentionCall, decode: bool) -> _Wrapp
     key = "wrapper", call.traits, decode
     found = batch.kv_cache.memo.get(key)
     if found is None:
-        if decode:
-            # With tensor cores decode and prefill are one kernel, compiled once, for every group.
-            made = BatchDecodeWithPagedKVCacheWrapper(floats, use_tensor_cores=True, backend="fa2")
-        else:
-            made = BatchPrefillWithPagedKVCacheWrapper(floats, backend="fa2")
-        found = batch.kv_cache.memo[key] = _Wrapper(made)
+        kind = BatchDecodeWithPagedKVCacheWrapper if decode else BatchPrefillWithPagedKVCacheWrapper
+        # With tensor cores decode and prefill are one kernel, compiled once, for every group.
+        options = {"use_tensor_cores": True} if decode else {}
+        found = batch.kv_cache.memo[key] = _Wrapper(kind(floats, backend="fa2", **options))
     return found
 
 

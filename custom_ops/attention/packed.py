@@ -36,14 +36,14 @@ def attend_packed(call: AttentionCall, cu_seqlens: Tensor, captured: bool) -> No
     rows = torch.arange(call.q.shape[0], device=cu_seqlens.device)
     # Padding may hold NaN, which a weight of 0 does not stop.
     live = ((rows >= cu_seqlens[0]) & (rows < cu_seqlens[-1]))[:, None, None]
-    visible = packed_causal_mask(call.q.shape[0], cu_seqlens, call.window)
+    visible = _causal_mask(call.q.shape[0], cu_seqlens, call.window)
     q, k, v = (torch.where(live, x, 0)[None] for x in (call.q, call.k, call.v))
     result = masked_attention(q, k, v, visible[None], call.scale, call.softcap)[0]
     lost = ~live & (rows < expected)[:, None, None]
     call.out.copy_(torch.where(lost, float("nan"), torch.where(live, result, 0)))
 
 
-def packed_causal_mask(num_tokens: int, cu_seqlens: Tensor, window: int | None = None) -> Tensor:
+def _causal_mask(num_tokens: int, cu_seqlens: Tensor, window: int | None = None) -> Tensor:
     """bool `[num_tokens, num_tokens]`: same sequence, not later. Made on the device, no host sync."""
     position = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens, position, right=True)

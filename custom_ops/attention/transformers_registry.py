@@ -63,7 +63,22 @@ def register_attention(name: str = "piecewise", implementation: str = "auto") ->
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        return _attend(module, (query, key, value), attention_mask, implementation, kwargs)
+        """From `[1, heads, num_tokens, head_dim]` to `[1, num_tokens, heads, head_dim]`, and no weights."""
+        feature = _unsupported(module, query, key, attention_mask, kwargs)
+        if feature is not None:
+            raise AttentionError.unsupported_model(feature)
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        out = attention(
+            q,
+            k,
+            v,
+            layer=module.layer_idx,  # type: ignore[arg-type]
+            scale=kwargs.get("scaling"),
+            window=kwargs.get("sliding_window"),
+            softcap=kwargs.get("softcap"),
+            implementation=implementation,
+        )
+        return out[None], None
 
     _ours.add(name)
     AttentionInterface.register(name, forward)
@@ -73,43 +88,6 @@ def register_attention(name: str = "piecewise", implementation: str = "auto") ->
 def is_ours(name: str | None) -> bool:
     """Whether `attn_implementation=name` means our op."""
     return name in _ours
-
-
-def _attend(
-    module: nn.Module,
-    heads: tuple[Tensor, Tensor, Tensor],
-    attention_mask: Tensor | None,
-    implementation: str,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, None]:
-    """transformers' attention function over the paged cache.
-
-    Args:
-        heads: query `[1, heads, num_tokens, head_dim]`, all requests of the batch in one row, then key and
-            value `[1, kv_heads, num_tokens, head_dim]`.
-        kwargs: what else transformers passes, such as dropout, scaling, sliding_window and softcap.
-
-    Returns:
-        `[1, num_tokens, heads, head_dim]`, and None for the weights.
-
-    Raises:
-        AttentionError: the model wants something that the op does not do.
-    """
-    feature = _unsupported(module, heads, attention_mask, kwargs)
-    if feature is not None:
-        raise AttentionError.unsupported_model(feature)
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in heads)
-    out = attention(
-        q,
-        k,
-        v,
-        layer=module.layer_idx,  # type: ignore[arg-type]
-        scale=kwargs.get("scaling"),
-        window=kwargs.get("sliding_window"),
-        softcap=kwargs.get("softcap"),
-        implementation=implementation,
-    )
-    return out[None], None
 
 
 def no_mask(
@@ -151,13 +129,9 @@ def no_mask(
 
 
 def _unsupported(
-    module: nn.Module,
-    heads: tuple[Tensor, Tensor, Tensor],
-    attention_mask: Tensor | None,
-    kwargs: dict[str, Any],
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]
 ) -> str | None:
     """What the model asks of its attention that the op does not do; None = nothing."""
-    query, key, _ = heads
     config = getattr(module, "config", None)
     if query.shape[0] != 1:
         return "a batch of several rows; requests stand one after another in one row, [1, num_tokens]"
