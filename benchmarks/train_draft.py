@@ -54,7 +54,7 @@ license_name: psf-2.0
 
 An {title} head ({parameters:,} parameters, bf16) for `byte-llama`, next to this folder: a draft
 for tests and benchmarks of speculative decoding, in EAGLE's own layout.  To load it:
-`piecewise_graph.eagle.head.checkpoints.load_draft`.
+`piecewise_graph.eagle.load_draft`.
 
 Greedy chains on held-out text, target and head in fp32, {chains:,} chains:
 

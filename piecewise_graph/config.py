@@ -38,8 +38,8 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "pool": lambda value: value is None or isinstance(value, GraphPool),
     "capture_sizes": lambda value: value is None or (_are_sizes(value) and len(value) > 0),
     "specialize": _are_sizes,
-    "cache_dir": lambda value: (
-        value is None or (isinstance(value, (str, os.PathLike)) and bool(os.fspath(value)))
+    "cache_dir": lambda path: (
+        path is None or (isinstance(path, (str, os.PathLike)) and bool(os.fspath(path)))
     ),
 }
 

@@ -62,7 +62,7 @@ class GraphPool:
         self._stream: torch.cuda.Stream | None = None
         self._default: torch.cuda.Stream | None = None
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._sentinel: torch.cuda.CUDAGraph | None = None
+        self._sentinel: Callable[[], None] | None = None
         self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
         self._stand_ins: weakref.WeakSet[StandIn] = weakref.WeakSet()
         self._in_use = 0
@@ -95,22 +95,17 @@ class GraphPool:
             self._events = torch.cuda.Event(), torch.cuda.Event()
             self._sentinel = self._capture_sentinel(device)
 
-    def _capture_sentinel(self, device: torch.device) -> torch.cuda.CUDAGraph:
+    def _capture_sentinel(self, device: torch.device) -> Callable[[], None]:
         """A graph that lives as long as the memory.
 
         When the last graph of a pool dies, torch retires the pool's id, MemPool or not, and the next capture
         into it fails in a way that the process does not survive. Graphs come and go here, so one stays.
         """
-        assert self._stream is not None
         counter = torch.zeros(1, device=device)
-        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(device)
         with torch.cuda.stream(self._stream):
             counter.add_(0)
-            graph.capture_begin(self._pool_handle(), capture_error_mode="thread_local")
-            counter.add_(0)
-            graph.capture_end()
-        return graph
+            return self.capture(lambda: (counter.add_(0),), ())[0]
 
     def using(self) -> _Use:
         """Hold the pool for one forward: its graphs run one after another.

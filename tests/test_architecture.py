@@ -272,7 +272,7 @@ def code_lines(path: Path) -> int:
 
 
 # Lines of code: what stands. They fall; a feature may raise one by what it adds, said in its commit.
-BUDGETS = {"core": 5926, "eagle": 3088, "bench": 647, "cli": 520, "custom_ops": 4091}
+BUDGETS = {"core": 5927, "eagle": 3088, "bench": 647, "cli": 520, "custom_ops": 4091}
 
 
 def part_of(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import pydoc
 import re
 import runpy
 import shlex
@@ -80,6 +81,7 @@ def run(page: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in READMES[1:] if blocks(page, "python")])
 def test_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
     run(page, tmp_path)
@@ -169,6 +171,19 @@ def test_links_and_pictures_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_modules_that_are_named_exist(page: str) -> None:
+    named = re.findall(r"`([\w./]+)`", text_of(page))
+    files = [
+        name for name in named if re.search(r"[a-z]/|\.(py|json|md|toml|txt)$", name) and "NAME" not in name
+    ]
+    near = [ROOT, (ROOT / page).parent, ROOT / "piecewise_graph"]
+    assert not [name for name in files if not any((folder / name).exists() for folder in near)]
+    for name in named:
+        if re.fullmatch(r"piecewise_graph(\.\w+)+", name):
+            assert pydoc.locate(name) is not None, name
+
+
 # --- figures --------------------------------------------------------------------------------------
 
 
@@ -184,7 +199,7 @@ def test_every_section_of_the_benchmarks_names_its_command_and_its_results() -> 
 def test_all_results_are_described_and_all_named_exist() -> None:
     existing = {path.name for path in RESULTS.glob("*.json")}
     assert set(re.findall(r"results/(\w+\.json)", text_of("benchmarks/README.md"))) == existing
-    elsewhere = {name for page in PAGES for name in re.findall(r"results/(\w+\.json)", text_of(page))}
+    elsewhere = {name for page in PAGES for name in re.findall(r"results/([a-z_]+\.json)", text_of(page))}
     assert elsewhere <= existing
 
 

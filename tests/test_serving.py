@@ -16,7 +16,7 @@ from piecewise_graph.bench.metrics import COLUMNS
 from piecewise_graph.bench.setting import Setting
 from piecewise_graph.cli.commands import main
 from piecewise_graph.eagle import DraftShape
-from piecewise_graph.eagle.serving.round_choice import RoundChoice
+from piecewise_graph.eagle.serving.round_store import RoundStore
 
 # Settings.
 
@@ -210,8 +210,8 @@ def test_a_planner_is_timed_before_it_serves(
 ) -> None:
     """With synthetic acceptance a planner belongs to its engine; timing its shapes is no part of any turn."""
     timed: list[int] = []
-    time = RoundChoice.time
-    monkeypatch.setattr(RoundChoice, "time", lambda *args: (timed.append(1), time(*args)))
+    time = RoundStore.time
+    monkeypatch.setattr(RoundStore, "time", lambda *args: (timed.append(1), time(*args)))
     options = ["--steps", "auto", "--page-size", "4", "--concurrency", "1", "--num-prompts", "1"]
     assert main([*TINY, *DRAFT, *options, "--output-len", "8"]) == 0
     assert "SYNTHETIC" in capsys.readouterr().out

@@ -95,7 +95,7 @@ class Asked:
 class Steady:
     """An engine whose step takes a second and makes `per_step` tokens for every request."""
 
-    decreed = synthetic_accept_length = None
+    synthetic_accept_length = None
 
     def __init__(self, clock: Clock, per_step: int = 1) -> None:
         self.clock, self.per_step = clock, per_step

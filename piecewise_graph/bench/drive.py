@@ -73,7 +73,8 @@ def drive(
         for request, moments in served
         for released, *came in [moments]
     )
-    return Timeline(times, most, Statistics(tuple(r.counts for r, _ in served), engine.decreed))
+    counts = tuple(request.counts for request, _ in served)
+    return Timeline(times, most, Statistics(counts, engine.synthetic_accept_length))
 
 
 def _note(moments: list[float], now: Callable[[], float], _: Any, new_tokens: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from piecewise_graph.eagle.options import AUTO, WAYS, DraftShape, Sampling, planner_shapes
+from piecewise_graph.eagle.options import AUTO, GRAPH_MODES, DraftShape, Sampling, planner_shapes
 
 from .errors import BenchError
 
@@ -95,12 +95,10 @@ class Setting:
     steps: int | str = _option(0, _steps, _STEPS)
     topk: int = _option(1, whole(1), "branches per level; 1 = a chain")
     num_draft_tokens: int | None = _option(None, whole(1), "rows that the target verifies, root included")
-    graphs: str = _option("full", one_of(WAYS), f"graph mode of all phases: {', '.join(WAYS)}")
-    draft_decode: str | None = _option(
-        None, one_of(WAYS), "graph mode of the draft phase (default: --graphs)"
-    )
-    verify: str | None = _option(None, one_of(WAYS), "graph mode of the verify phase (default: --graphs)")
-    extend: str | None = _option(None, one_of(WAYS), "graph mode of draft-extend (default: --graphs)")
+    graphs: str = _option("full", one_of(GRAPH_MODES), f"graph mode of all phases: {', '.join(GRAPH_MODES)}")
+    draft_decode: str | None = _option(None, one_of(GRAPH_MODES), "graph mode of draft (default: --graphs)")
+    verify: str | None = _option(None, one_of(GRAPH_MODES), "graph mode of verify (default: --graphs)")
+    extend: str | None = _option(None, one_of(GRAPH_MODES), "graph mode of draft-extend (default: --graphs)")
     overlap: bool | None = _option(
         None,
         on_or_off,

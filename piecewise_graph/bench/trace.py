@@ -82,7 +82,7 @@ def _record(engine: Any, device: torch.device, running: int, path: Path, steps: 
                 break
             recorded += step >= _PROFILER_WARM_UP
         wait(device)
-        profiler.add_metadata_json("acceptance", json.dumps(acceptance(engine.decreed)))
+        profiler.add_metadata_json("acceptance", json.dumps(acceptance(engine.synthetic_accept_length)))
     profiler.export_chrome_trace(str(path))
     content = json.loads(path.read_text(encoding="utf-8"))
     content["traceEvents"] += segment_events(content["traceEvents"])

@@ -14,7 +14,7 @@ import torch
 
 from piecewise_graph.errors import PiecewiseError
 
-from . import arguments, demo, generate_command, serving_command
+from . import arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(given)
     options.command_line = " ".join(["python -m piecewise_graph", *given])
     try:
-        status: int = options.run(options)
+        module, function = options.run.split(".")  # imported now: most commands load transformers
+        status: int = getattr(importlib.import_module(f".{module}", __package__), function)(options)
     except PiecewiseError as error:
         print(error, file=sys.stderr)
         return 2
@@ -40,20 +41,20 @@ def _parser() -> argparse.ArgumentParser:
     add = partial(commands.add_parser, formatter_class=arguments.Help)
     made = add("demo", help="complete text with a causal LM, compare with eager, time and explain it")
     arguments.demo_options(made)
-    made.set_defaults(run=demo.run)
+    made.set_defaults(run="demo.run")
     made = add("explain", help="compile and capture a causal LM, and say what was captured")
     arguments.demo_options(made)
-    made.set_defaults(run=demo.explain)
+    made.set_defaults(run="demo.explain")
     made = add("generate", help="speculative decoding with a draft head, beside plain decoding")
     arguments.generate_options(made)
-    made.set_defaults(run=generate_command.run)
+    made.set_defaults(run="generate_command.run")
     kinds = add("bench", help="measure an engine under load").add_subparsers(dest="benchmark", required=True)
     made = kinds.add_parser(
         "serving", formatter_class=arguments.Help, help="throughput and latency, in this process"
     )
     arguments.serving_options(made)
-    made.set_defaults(run=serving_command.run)
-    add("doctor", help="say what this environment can do").set_defaults(run=doctor)
+    made.set_defaults(run="serving_command.run")
+    add("doctor", help="say what this environment can do").set_defaults(run="commands.doctor")
     return parser
 
 

@@ -91,7 +91,7 @@ def measure(
     finally:
         engine.close()
     each = seconds / max(len(request.tokens) - made, 1)
-    return Run(request.tokens, each, Statistics((request.counts,), engine.decreed))
+    return Run(request.tokens, each, Statistics((request.counts,), engine.synthetic_accept_length))
 
 
 def speed_table(runs: dict[str, Run]) -> str:
