@@ -60,8 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def doctor(_: object = None) -> int:
     """Print what is installed and what would happen here; 0 when the backend can be used."""
-    backends = entry_points(group="torch_dynamo_backends").names
-    registered = "piecewise" in backends
+    registered = "piecewise" in entry_points(group="torch_dynamo_backends").names
     device = (
         torch.cuda.get_device_name() if torch.cuda.is_available() else "none: stand-ins replace CUDA graphs"
     )
