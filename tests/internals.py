@@ -15,7 +15,7 @@ from torch import Tensor
 from piecewise_graph import _torch
 from piecewise_graph.compiler import specialize
 from piecewise_graph.frontend.frozen_call import FrozenCall
-from piecewise_graph.frontend.lookup import state_of
+from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.recorder.memory_plan import _TrialPool
 from piecewise_graph.splitter import merge_linears, merged_weights, splitting_ops

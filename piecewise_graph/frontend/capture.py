@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from piecewise_graph.context import forward_context
 from piecewise_graph.errors import CaptureError, NotCompiledError
-from piecewise_graph.frontend.lookup import state_of
+from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.graph_pool import collector_off
 from piecewise_graph.recorder.bucket_record import BucketRecord
 from piecewise_graph.recorder.memory_plan import Plan
