@@ -25,17 +25,17 @@ class Counts:
     num_rounds: int = 0
     num_tokens: int = 0
 
-    def add_round(self, steps: int, draft_tokens: int, accept_len: int) -> None:
-        """One round of one request; `accept_len` counts the bonus."""
+    def add_round(self, steps: int, draft_tokens: int, accept_length: int) -> None:
+        """One round of one request; `accept_length` counts the bonus."""
         self.num_rounds += 1
-        self.num_tokens += accept_len
+        self.num_tokens += accept_length
         if not steps:
             return
         self.num_drafts += 1
         self.num_draft_tokens += draft_tokens
-        self.num_accepted_tokens += accept_len - 1
+        self.num_accepted_tokens += accept_length - 1
         self.accepted_at += [0] * (steps - len(self.accepted_at))
-        for position in range(accept_len - 1):
+        for position in range(accept_length - 1):
             self.accepted_at[position] += 1
 
     def __iadd__(self, other: Counts) -> Counts:

@@ -93,7 +93,7 @@ class Phases:
             gap[requests, round.buffers.seq_lens % gap.shape[1]] = features
         self.state.seq_lens.index_copy_(0, requests, accepted.new_seq_lens)
         self.state.root.index_copy_(0, requests, accepted.bonus)
-        torch.cat([accepted.out_tokens, accepted.accept_len[:, None]], 1, out=round.buffers.result)
+        torch.cat([accepted.out_tokens, accepted.accept_length[:, None]], 1, out=round.buffers.result)
 
     def accepted_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """(ids, positions int32 `[B*N]`, features `[B*N, F]`) for the draft: N rows of every request."""
@@ -142,8 +142,8 @@ class Phases:
         hidden, logits = self._left_by_extend()
         md.draft_steps(round.batch, round.steps)
         for level in range(round.shape.steps):
-            probs, tokens = self._children(logits, level)
-            md.select_branches(round.batch, level, probs, tokens, branches, round.steps)
+            probs, tokens = self._children(logits)
+            md.select_branches(round.batch.requests, level, probs, tokens, branches)
             if level < round.shape.steps - 1:
                 hidden = models.step(
                     way,
@@ -154,14 +154,14 @@ class Phases:
                 )
                 logits = models.head(way, None, hidden=hidden)
 
-    def _children(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        """The k most likely next tokens of every branch, `[B, k]` of the root and `[B, k, k]` below it."""
+    def _children(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The k most likely next tokens of every branch, `[B, 1, k]` of the root and `[B, k, k]` below it."""
         topk = self.round.shape.topk
         logits = logits.float()
         best = logits.topk(topk, -1)
         probs = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
         tokens = self.models.draft.to_target(best.indices)
-        shape = (self.round.size, topk) if level == 0 else (self.round.size, topk, topk)
+        shape = self.round.size, -1, topk
         return probs.view(shape), tokens.view(shape)
 
     def _accept(self, logits: Tensor) -> None:

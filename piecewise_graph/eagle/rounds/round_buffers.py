@@ -55,7 +55,7 @@ ROUND = (
     Field("block_table", ("B", "P")),
     Field("drafts", ("B", "S")),
     Field("features", ("BN", "F"), None),
-    Field("result", ("B", "S+2")),  # out_tokens, then accept_len
+    Field("result", ("B", "S+2")),  # out_tokens, then accept_length
 )
 # Only where tokens are sampled: what a chain was drawn from.
 DRAFT_PROBS = (Field("draft_probs", ("B", "S", "V"), torch.float32),)

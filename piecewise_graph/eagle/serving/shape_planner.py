@@ -128,17 +128,17 @@ class Planner:
         self.latest[place] = choice
         return choice
 
-    def observe(self, shape: DraftShape, accept_lens: Sequence[int]) -> None:
+    def observe(self, shape: DraftShape, accept_lengths: Sequence[int]) -> None:
         """Tell how many tokens each request got from a round of `shape`, bonus included."""
         self._rounds += 1
         self._last_run[shape] = self._rounds
         if self._probe is not None and self._probe[0].shape == shape:
-            self._learn_from(*self._probe, sum(accept_lens) / len(accept_lens))
+            self._learn_from(*self._probe, sum(accept_lengths) / len(accept_lengths))
             self._probe = None
         if shape.steps:
             seen = self._seen.setdefault(_kind(shape), _Survival(shape.steps))
             for depth in range(1, shape.steps + 1):
-                seen.add(depth, sum(length > depth for length in accept_lens) / len(accept_lens))
+                seen.add(depth, sum(length > depth for length in accept_lengths) / len(accept_lengths))
 
     def _stalest(self, best: DraftShape) -> DraftShape | None:
         """Of those that a probe is due for, the one that has not run for the longest time."""
