@@ -16,24 +16,31 @@ READY := $(VENV)/.installed-dev
 READY_BENCH := $(VENV)/.installed-bench
 endif
 
+# One thread per worker: on as many workers as cores, more threads would only wait for each other. Workers begin
+# with whole files, whose fixtures are made once, and then take over from each other.
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q $$($(PY) -c 'import xdist' 2>/dev/null && echo "-n $(WORKERS) --dist worksteal")
 PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test lint bench clean distclean help current-env package-list
+.PHONY: demo test quick lint dist bench clean distclean help current-env package-list
 
 demo: $(READY) ## run the demonstration
 	$(PY) -m piecewise_graph demo
 
-# One thread per worker: on as many workers as cores, more threads would only wait for each other. Workers begin
-# with whole files, whose fixtures are made once, and then take over from each other.
-test: $(READY) ## run the tests (GPU tests skip themselves without a GPU)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q $$($(PY) -c 'import xdist' 2>/dev/null && echo "-n $(WORKERS) --dist worksteal")
+test: $(READY) ## run the tests (GPU tests skip themselves without a GPU), show the slowest 25
+	$(PYTEST) --durations=25
+
+quick: $(READY) ## run some tests of every package, in at most 2 minutes
+	$(PYTEST) -m "not slow" $$($(PY) tests/quick.py)
 
 lint: $(READY) package-list ## ruff, ruff format, mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+dist: $(READY) ## build sdist and wheel into dist/, try the wheel in an empty environment
+	$(PY) .ci/dist.py
 
 bench: $(READY_BENCH) ## compare with eager, torch.compile and its graphs, Meta's, raw capture: one GPU, minutes
 	$(PY) -m benchmarks.bench_compare

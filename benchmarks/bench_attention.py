@@ -1,7 +1,6 @@
 """Device time of one attention call over a paged KV cache, and host time of one in a replayed tape.
 
     python -m benchmarks.bench_attention
-    pytest benchmarks/bench_attention.py --benchmark-json=FILE   # our kernel alone, with pytest-benchmark
 
 The shape is Llama-3-8B's (32 query heads, 8 KV heads, head_dim 128, bf16). A graph of many calls walks over
 layers of K and V that are together larger than the L2 cache; sides take turns. Ours write the batch's K and V
@@ -16,66 +15,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import piecewise_graph as pg
+from benchmarks.attention_sides import KV_HEADS, LIBRARIES, SIDES, Point, Setup, Side, make_setup
 from benchmarks.common import RESULTS, Mark, table, write
 from piecewise_graph.custom_ops.attention import AttentionBatch, attention
-from piecewise_graph.custom_ops.attention.call import AttentionCall
-from piecewise_graph.custom_ops.attention.implementations import load
-from piecewise_graph.custom_ops.kv_cache import PagedKVCache
-from piecewise_graph.frontend.lookup import family_for
+from piecewise_graph.frontend.lookup import state_of
 from piecewise_graph.recorder.tape import LateCall
 
-HEADS, KV_HEADS, HEAD_DIM, DTYPE = 32, 8, 128, torch.bfloat16
-OURS = ("triton", "flash_attn", "flashinfer")
 MARKED = [(requests, context) for context in (128, 1024, 8192) for requests in (1, 4, 16, 32)]
 LIMIT = 1.25  # of the fastest of the libraries
 HOST_LIMIT = 8.0  # us of the first launch of a call; each further one may cost 6
-_ROTATED = 192 << 20  # bytes of K and V that a graph walks over, several times the L2
 _COLUMNS = ("kind", "requests", "rows", "context", "page_size", "side", "us", "tb_per_s", "error")
-
-Side = Callable[[int], Any]  # one attention call of a layer
-
-
-@dataclass(frozen=True)
-class Point:
-    """A batch to be timed: `requests` of `rows` new tokens each, `context` tokens long with them.
-
-    Attributes:
-        bound: what the host knows about the lengths, as where a graph serves all of them.
-    """
-
-    kind: str
-    requests: int
-    rows: int
-    context: int
-    page_size: int = 16
-    bound: int = 0
-
-    @property
-    def bytes_read(self) -> int:
-        return 2 * self.requests * self.context * KV_HEADS * HEAD_DIM * DTYPE.itemsize
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Tensors of a point, the same for every side."""
-
-    point: Point
-    batch: AttentionBatch
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    layers: int
 
 
 def main() -> int:
@@ -122,66 +78,10 @@ def _points() -> Iterator[Point]:
     yield Point("prefill chunk", 1, 512, 8192)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("requests", "context"), MARKED)
-def test_decode(benchmark: Any, requests: int, context: int) -> None:
-    """A graph of one call per layer; `extra_info` says how many."""
-    setup = _setup(Point("decode", requests, 1, context))
-    side = _ours("triton", setup)
-    graph = _graph(setup, side)
-
-    def replay() -> None:
-        graph.replay()
-        torch.cuda.synchronize()
-
-    benchmark.extra_info["calls"] = setup.layers
-    benchmark(replay)
-
-
-def _setup(point: Point) -> Setup:
-    torch.manual_seed(0)
-    device, page_size = torch.device("cuda"), point.page_size
-    pages = -(-point.context // page_size)
-    layers = min(max(_ROTATED // point.bytes_read + 1, 4), 400)
-    cache = PagedKVCache(
-        num_layers=layers, num_pages=1 + pages * point.requests, page_size=page_size, kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM, dtype=DTYPE, device=device,
-    )  # fmt: skip
-    for cached in (*cache.k, *cache.v):
-        cached.normal_()
-    shuffled = torch.randperm(pages * point.requests, device=device) + 1
-    block_table = shuffled.view(point.requests, pages).to(torch.int32)
-    new = torch.arange(point.context - point.rows, point.context, device=device)
-    slots = block_table[:, new // page_size] * page_size + new % page_size
-    batch = AttentionBatch(
-        cache,
-        block_table=block_table,
-        seq_lens=torch.full((point.requests,), point.context, dtype=torch.int32, device=device),
-        qo_indptr=torch.arange(point.requests + 1, dtype=torch.int32, device=device) * point.rows,
-        slot_mapping=slots.flatten().to(torch.int32),
-        max_query_len=point.rows,
-        max_seq_len=max(point.context, point.bound),
-        query_len=point.rows,
-        host_query_lens=(point.rows,) * point.requests,
-        host_seq_lens=(point.context,) * point.requests,
-    )
-    total = point.requests * point.rows
-    q = torch.randn(total, HEADS, HEAD_DIM, dtype=DTYPE, device=device)
-    k, v = (torch.randn(total, KV_HEADS, HEAD_DIM, dtype=DTYPE, device=device) for _ in "kv")
-    return Setup(point, batch, q, k, v, torch.empty_like(q), layers)
-
-
 def _time_point(point: Point, rounds: int) -> list[dict[str, Any]]:
-    setup = _setup(point)
-    sides: dict[str, Callable[[Setup], Side]] = {f"piecewise {name}": partial(_ours, name) for name in OURS}
-    sides |= {
-        "flashinfer xqa": _flashinfer_xqa,
-        "flashinfer planned": _flashinfer_planned,
-        "flash_attn 4": _flash_attn,
-        "torch sdpa": _sdpa,
-    }
+    setup = make_setup(point)
     rows, graphs, kept, expected = [], {}, [], None
-    for name, make in sides.items():
+    for name, make in SIDES.items():
         row: dict[str, Any] = {
             "kind": point.kind, "requests": point.requests, "rows": point.rows, "context": point.context,
             "page_size": point.page_size, "side": name,
@@ -253,112 +153,9 @@ def _device_times(
     return {name: (middle, [low, high]) for name, (low, middle, high) in quartiles.items()}
 
 
-def _ours(name: str, setup: Setup) -> Side:
-    missing = load(name).missing
-    if missing is not None:
-        raise RuntimeError(missing)
-    scale = HEAD_DIM**-0.5
-    calls = [
-        AttentionCall(setup.q, setup.k, setup.v, setup.out, layer, scale, implementation=name)
-        for layer in range(setup.layers)
-    ]
-    return lambda layer: setup.batch.run(calls[layer], captured=True)
-
-
-def _flashinfer_xqa(setup: Setup) -> Side:
-    from flashinfer.decode import trtllm_batch_decode_with_kv_cache
-
-    point, cache, batch = setup.point, setup.batch.kv_cache, setup.batch
-    if point.rows > 64:
-        raise RuntimeError("decode and verify only")
-    workspace = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
-    mask = None
-    if point.rows > 1:
-        bits = [(1 << (row + 1)) - 1 for row in range(point.rows)]
-        words = torch.tensor(bits, dtype=torch.int64, device="cuda").to(torch.uint16).view(1, point.rows, 1)
-        mask = torch.nn.functional.pad(words.to(torch.int32), (0, 1)).to(torch.uint16)
-        mask = mask.expand(point.requests, -1, -1).contiguous()
-
-    def call(layer: int) -> None:
-        trtllm_batch_decode_with_kv_cache(
-            setup.q, (cache.k[layer], cache.v[layer]), workspace, batch.block_table, batch.seq_lens,
-            batch.max_seq_len, bmm1_scale=HEAD_DIM**-0.5, out=setup.out, kv_layout="NHD",
-            q_len_per_req=point.rows, mask=mask, enable_pdl=False,
-        )  # fmt: skip
-
-    return call
-
-
-def _flashinfer_planned(setup: Setup) -> Side:
-    import flashinfer
-
-    point, cache = setup.point, setup.batch.kv_cache
-    workspace = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
-    pages = setup.batch.block_table.shape[1]
-    indptr = torch.arange(point.requests + 1, dtype=torch.int32) * pages
-    last = torch.full((point.requests,), (point.context - 1) % point.page_size + 1, dtype=torch.int32)
-    indices = setup.batch.block_table.flatten()
-    if point.rows == 1:
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_cuda_graph=True, use_tensor_cores=True,
-            paged_kv_indptr_buffer=indptr.cuda(), paged_kv_indices_buffer=indices,
-            paged_kv_last_page_len_buffer=last.cuda(),
-        )  # fmt: skip
-        wrapper.plan(
-            indptr, indices, last, HEADS, KV_HEADS, HEAD_DIM, point.page_size, q_data_type=DTYPE,
-            kv_data_type=DTYPE,
-        )  # fmt: skip
-    else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
-        wrapper.plan(
-            setup.batch.qo_indptr.cpu(), indptr, indices, last, HEADS, KV_HEADS, HEAD_DIM, point.page_size,
-            causal=True, q_data_type=DTYPE, kv_data_type=DTYPE,
-        )  # fmt: skip
-    return lambda layer: wrapper.run(setup.q, (cache.k[layer], cache.v[layer]), out=setup.out)
-
-
-def _flash_attn(setup: Setup) -> Side:
-    from flash_attn.cute import flash_attn_varlen_func
-
-    point, cache, batch = setup.point, setup.batch.kv_cache, setup.batch
-
-    def call(layer: int) -> Tensor:
-        found = flash_attn_varlen_func(
-            setup.q, cache.k[layer], cache.v[layer], cu_seqlens_q=batch.qo_indptr, seqused_k=batch.seq_lens,
-            max_seqlen_q=point.rows, max_seqlen_k=point.context, page_table=batch.block_table,
-            softmax_scale=HEAD_DIM**-0.5, causal=True,
-        )  # fmt: skip
-        return found[0] if isinstance(found, tuple) else found
-
-    return call
-
-
-def _sdpa(setup: Setup) -> Side:
-    """Over K and V in one piece per request; which tokens they are does not matter to its time."""
-    point, cache = setup.point, setup.batch.kv_cache
-    if 1 < point.rows < point.context:
-        raise RuntimeError("it would need a mask")
-    q = setup.q.view(point.requests, point.rows, HEADS, HEAD_DIM).transpose(1, 2)
-
-    def dense(cached: Tensor) -> Tensor:
-        tokens = cached.view(-1, KV_HEADS, HEAD_DIM)[: point.requests * point.context]
-        return tokens.view(point.requests, point.context, KV_HEADS, HEAD_DIM).transpose(1, 2)
-
-    def call(layer: int) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, dense(cache.k[layer]), dense(cache.v[layer]), is_causal=point.rows > 1, enable_gqa=True
-        )
-
-    return call
-
-
 def _mark(point: Point, rows: list[dict[str, Any]]) -> list[Mark]:
     times = {row["side"]: row["us"] for row in rows if "us" in row}
-    libraries = [
-        time
-        for side, time in times.items()
-        if side in ("flashinfer xqa", "flashinfer planned", "flash_attn 4")
-    ]
+    libraries = [time for side, time in times.items() if side in LIBRARIES]
     if point.kind != "decode" or not libraries:
         return []
     name = f"decode, {point.requests} x {point.context}: triton / fastest library"
@@ -381,13 +178,13 @@ class _Layers(torch.nn.Module):
 
 def _host_row() -> dict[str, Any]:
     """Host microseconds per attention call of a tape: the same batch again, and a new one each time."""
-    setup = _setup(Point("host", 4, 1, 128))
+    setup = make_setup(Point("host", 4, 1, 128))
     layers = min(setup.layers, 32)
     compiled = pg.compile(_Layers(layers, "triton"), token_dim={"q": 0}, capture_sizes=[4])
     with pg.forward_context(attention=setup.batch):
         for _ in range(3):
             compiled(setup.q)
-        tape = family_for(compiled).runtimes[0].piecewise.tapes[4].tape  # type: ignore[union-attr]
+        tape = state_of(compiled).traces[0].all_tapes()[0].buckets[4].tape  # type: ignore[union-attr]
         bound = tape.bind(4)
         pairs = zip(tape.entries, bound.calls, strict=True)
         calls = [call for entry, call in pairs if isinstance(entry, LateCall)]

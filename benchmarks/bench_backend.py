@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import piecewise_graph as pg  # noqa: E402
 from benchmarks.common import RESULTS, Mark, alternate, table, without_out, write  # noqa: E402
 from benchmarks.llama import SHAPES, Shape, random_model  # noqa: E402
-from piecewise_graph.frontend.lookup import family_for  # noqa: E402
+from piecewise_graph.frontend.lookup import state_of  # noqa: E402
 from piecewise_graph.recorder.tape import LateCall, ReplayTape  # noqa: E402
 from piecewise_graph.sizes import evaluate  # noqa: E402
 from piecewise_graph.splitter.split_graph import Ref  # noqa: E402
@@ -194,14 +194,14 @@ def _forward_row(
 
 def _cut_rows(shape: Shape, compiled: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Graph by graph against one graph of the same segments, attention left out on both sides."""
-    runtime = family_for(compiled).runtimes[0]  # type: ignore[union-attr]
-    rows = []
-    for size in (s for s in (1, 8, 64, 512) if s in runtime.piecewise.tapes):
-        tape = runtime.piecewise.tapes[size].tape
+    runtime = state_of(compiled).traces[0]  # type: ignore[union-attr]
+    rows, buckets = [], runtime.all_tapes()[0].buckets  # type: ignore[attr-defined]
+    for size in (s for s in (1, 8, 64, 512) if s in buckets):
+        tape = buckets[size].tape
         graphs = [entry for entry in tape.entries if not isinstance(entry, LateCall)]
-        whole = _one_graph(tape, runtime.family.pool)
+        whole = _one_graph(tape, runtime.state.pool)
 
-        run = runtime.family.pool.run_off_default_stream
+        run = runtime.state.pool.run_off_default_stream
         sides = {"segments": partial(run, graphs), "one graph": partial(run, [whole])}
         times = alternate(sides, rounds=options.rounds * 2, repeat=20)
         cut, one = times["segments"], times["one graph"]
@@ -232,7 +232,7 @@ def _one_graph(tape: ReplayTape, pool: pg.GraphPool) -> Callable[[], None]:
             values = [
                 tape.values[i.slot] if isinstance(i, Ref) else evaluate(i.expr, sizes) for i in step.inputs
             ]
-            outputs += program.compiled.segments[step.index].run(*values)
+            outputs += program.compiled[step.index].run(*values)
         return outputs
 
     with pool.session():

@@ -30,7 +30,7 @@ import piecewise_graph as pg
 from benchmarks.common import RESULTS, Mark, Timing, alternate_host, table, without_out, write
 from benchmarks.llama import SHAPES
 from benchmarks.paged import PagedModel
-from piecewise_graph.frontend.lookup import family_for
+from piecewise_graph.frontend.lookup import state_of
 from piecewise_graph.recorder.tape import LateCall
 
 LAUNCH_US = 3.0  # what one graph launch may cost
@@ -81,14 +81,12 @@ class Frozen:
 
     def tape(self, tokens: int) -> tuple[list[Callable[[], Any]], list[bool]]:
         """What the static frozen call makes between copy and return, and which of it are graph launches."""
-        family = family_for(self.compiled["static"])
-        assert family is not None
-        runtime, context = family.runtimes[0], pg.get_forward_context()
-        ready = runtime.ready_for(tokens, context)  # type: ignore[union-attr]
-        assert ready is not None and ready.not_full is None
-        tapes = runtime._tapes_for(context)  # type: ignore[union-attr]
-        entries = tapes.tapes[ready.bucket].tape.entries
-        return list(ready.bound.calls), [not isinstance(entry, LateCall) for entry in entries]
+        state = state_of(self.compiled["static"])
+        assert state is not None
+        replay = state.traces[0].replay_for(tokens, pg.get_forward_context())  # type: ignore[attr-defined]
+        assert replay is not None and replay.not_full is None
+        entries = replay.captured.tape.entries
+        return list(replay.bound.calls), [not isinstance(entry, LateCall) for entry in entries]
 
 
 def _all(calls: Iterable[Callable[[], Any]]) -> None:

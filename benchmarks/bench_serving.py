@@ -43,12 +43,11 @@ from benchmarks.eagle_pair import HEADS, heldout_prompts, load_pair
 from benchmarks.idle_time import IdleTime, idle_time, read_events
 from benchmarks.llama import SHAPES, random_draft, random_model
 from benchmarks.serving_results import Results
+from piecewise_graph.bench.drive import take_turns
 from piecewise_graph.bench.load import Load, arrivals
-from piecewise_graph.bench.metrics import COLUMNS, Metrics, acceptance
-from piecewise_graph.bench.settings import Setting
+from piecewise_graph.bench.metrics import COLUMNS, Metrics, acceptance, ratios
+from piecewise_graph.bench.setting import Setting, wholes
 from piecewise_graph.bench.trace import trace
-from piecewise_graph.bench.turns import ratios, take_turns
-from piecewise_graph.bench.values import wholes
 from piecewise_graph.eagle import Speculator
 
 STEPS, ACCEPT_LENGTH = 3, 2.5
@@ -74,8 +73,8 @@ class Subject:
         began = time.perf_counter()
         self.name, self._options = name, options
         target, draft = load_pair(PAIRS[name]) if name in PAIRS else _random(name)
-        decreed = None if name in PAIRS else ACCEPT_LENGTH
-        self.base = Setting(steps=STEPS, overlap=True, synthetic_accept_length=decreed)
+        synthetic = None if name in PAIRS else ACCEPT_LENGTH
+        self.base = Setting(steps=STEPS, overlap=True, synthetic_accept_length=synthetic)
         self._vocabulary = target.get_input_embeddings().weight.shape[0]
         compiled: dict[str, Any] = {
             "compiler": options.compiler,

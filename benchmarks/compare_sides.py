@@ -12,12 +12,16 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import piecewise_graph as pg
 from benchmarks.paged import PagedModel
+from piecewise_graph.custom_ops.attention import attention_op
+from piecewise_graph.custom_ops.attention.call import AttentionCall
+from piecewise_graph.custom_ops.attention.implementations import serve
 
 Step = Callable[[], Any]
 
@@ -192,30 +196,26 @@ class Meta(Raw):
         from piecewise_cuda_graphs import CUDAGraphSequence, piecewise_graph
 
         sequence = CUDAGraphSequence(pool=self.pool)
-        batch = _Breaking(self.paged.fields(tokens, False)["attention"], self.attend)
-        with pg.forward_context(attention=batch), piecewise_graph(sequence):
+        with (
+            patch.object(attention_op, "serve", self._break),
+            self.context(tokens),
+            piecewise_graph(sequence),
+        ):
             output = self.call(**static)
         return sequence.replay, output
 
-
-class _Breaking:
-    """Stands in for a batch while Meta's package captures: the op's work becomes a break."""
-
-    def __init__(self, batch: Any, attend: Callable[..., None]) -> None:
-        self._batch, self._attend = batch, attend
-
-    def run(self, call: Any, *, captured: bool) -> None:
+    def _break(self, batch: Any, call: AttentionCall, captured: bool) -> None:
+        """Stands in for `serve` while Meta's package captures: the op's work becomes a break."""
         where = call.layer, call.scale, call.implementation
-        self._attend(self._batch, call.q, call.k, call.v, call.out, *where)
+        self.attend(batch, call.q, call.k, call.v, call.out, *where)
 
 
 def _attend(
     batch: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: int, scale: float, implementation: str
 ) -> None:
     """What our op does with its arguments, as a function that takes the batch too."""
-    from piecewise_graph.custom_ops.attention.call import AttentionCall
-
-    batch.run(AttentionCall(q, k, v, out, layer, scale, implementation=implementation), captured=False)
+    call = AttentionCall(q, k, v, out, layer, scale, implementation=implementation)
+    serve(batch, call, captured=False)
 
 
 @cache
@@ -300,7 +300,7 @@ SIDES: dict[str, type[Eager]] = {
     "unfrozen": Unfrozen,
 }
 OURS = ("piecewise", "full", "unfrozen")
-# Whose start a side's start is: sides that capture the same compiled model start alike.
+# Side -> the start that it shares: sides that capture the same compiled model start alike.
 STARTS = {
     "compile": "compile", "raw": "compile", "meta": "compile", "reduce-overhead": "reduce-overhead",
     "partition": "partition", **dict.fromkeys(OURS, "ours"),

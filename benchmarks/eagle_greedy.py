@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.common import RESULTS, Mark, table, without_out, write
 from benchmarks.eagle_pair import heldout_prompts, load_pair, load_target
 from piecewise_graph.eagle import DraftShape, Speculator
-from piecewise_graph.eagle.options import WAYS
+from piecewise_graph.eagle.options import GRAPH_MODES as WAYS
 
 BOUND = 0.25  # of the two largest logits' distance
 CHAINS = [DraftShape(steps) for steps in (1, 2, 3, 4, 5)]

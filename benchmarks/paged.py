@@ -13,7 +13,7 @@ from benchmarks.llama import Shape, random_model
 from piecewise_graph.custom_ops.attention import BatchBuffers
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 
-CONTEXT, ROOM, PAGE = 128, 256, 16  # tokens of a request now, and at most
+CONTEXT, MAX_SEQ_LEN, PAGE = 128, 256, 16  # tokens: of a request now, at most, and of a page
 DECODE_UP_TO = 64
 
 
@@ -27,7 +27,7 @@ def layout(tokens: int) -> tuple[int, int]:
 
 
 class PagedModel:
-    """Random weights, a KV cache, and one batch per token count whose requests have 128 tokens with its own.
+    """Random weights, a KV cache, and one batch per token count. Requests have 128 tokens, new ones included.
 
     Attributes:
         model: transformers' module, unmodified but for its attention, which is our op.
@@ -44,12 +44,12 @@ class PagedModel:
         requests = max(layout(count)[0] for count in counts)
         self.cache = PagedKVCache.for_model(
             self.model.config,
-            num_pages=1 + requests * ROOM // PAGE,
+            num_pages=1 + requests * MAX_SEQ_LEN // PAGE,
             page_size=PAGE,
             dtype=torch.bfloat16,
             device=self.device,
         )
-        self._table = RequestTable.for_cache(self.cache, max_requests=requests, max_seq_len=ROOM)
+        self._table = RequestTable.for_cache(self.cache, max_requests=requests, max_seq_len=MAX_SEQ_LEN)
         self._slots = [self._table.open() for _ in range(requests)]
         self._table.reserve(dict.fromkeys(self._slots, CONTEXT))
         self._buffers = {count: self._batch(count) for count in counts}
@@ -87,8 +87,12 @@ class PagedModel:
         for tokens in self.counts:
             for full in (False, True):
                 with self.context(tokens, full):
-                    rows = self._rows(tokens)
-                    torch.ops.piecewise.attention(*rows, 0, 1.0, implementation=self.implementation)
+                    self.attend(tokens)
+
+    def attend(self, tokens: int) -> None:
+        """One call of the attention op, for the first layer. Call inside of the forward context."""
+        rows = self._rows(tokens)
+        torch.ops.piecewise.attention(*rows, 0, 1.0, implementation=self.implementation)
 
     def _rows(self, tokens: int) -> list[Tensor]:
         config = self.model.config

@@ -54,7 +54,7 @@ license_name: psf-2.0
 
 An {title} head ({parameters:,} parameters, bf16) for `byte-llama`, next to this folder: a draft
 for tests and benchmarks of speculative decoding, in EAGLE's own layout.  To load it:
-`piecewise_graph.eagle.head.checkpoints.load_draft`.
+`piecewise_graph.eagle.load_draft`.
 
 Greedy chains on held-out text, target and head in fp32, {chains:,} chains:
 
@@ -257,7 +257,7 @@ def run_training(
 ) -> None:
     """Train every method, and write heads, cards and results."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nobody reads it, and filling takes time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # never read, and filling takes time
     torch.backends.cuda.enable_cudnn_sdp(False)  # as train_model does, and for its reasons
     env = train_model.environment(files, next(iter(methods.values())))
     report: dict[str, Any] = {"env": env, "command": command, "rows": [], "marks": [], "run": {}}

@@ -1,14 +1,19 @@
-"""What can go wrong in the attention op and the paged cache: what happened, where, what to do."""
+"""What can go wrong in the attention op, the paged cache and the metadata ops: what, where, what to do."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from piecewise_graph.errors import PiecewiseError
 
 
 class AttentionError(PiecewiseError, ValueError):
-    """An attention call that its implementation, or any, cannot serve as it was asked."""
+    """An attention call that cannot be served: a wrong argument, batch, model or implementation."""
+
+    # --- the context, the implementation, the model ---
 
     @classmethod
     def no_batch(cls) -> AttentionError:
@@ -25,22 +30,55 @@ class AttentionError(PiecewiseError, ValueError):
     @classmethod
     def reserved_name(cls, name: str) -> AttentionError:
         return cls(
-            f"transformers takes {name!r} for an attention of its own, as all names with 'flash' or '|', and "
-            "those that it has registered.",
+            f"transformers takes {name!r} for an attention of its own. It does so with all names that it has "
+            "registered, and with those that contain 'flash' or '|'.",
             "choose another name for register_attention, such as 'piecewise'.",
         )
 
     @classmethod
-    def not_installed(cls, name: str, why: str, able: Sequence[str]) -> AttentionError:
-        return cls(f"attention implementation {name!r} is not usable here: {why}.", _others(able))
+    def not_installed(cls, name: str, reason: str, able: Sequence[str]) -> AttentionError:
+        return cls(f"attention implementation {name!r} is not usable here: {reason}.", _others(able))
 
     @classmethod
-    def incapable(cls, name: str, lacks: str, able: Sequence[str]) -> AttentionError:
-        return cls(f"attention implementation {name!r} cannot serve this call: {lacks}.", _others(able))
+    def incapable(cls, name: str, reason: str, able: Sequence[str]) -> AttentionError:
+        return cls(f"attention implementation {name!r} cannot serve this call: {reason}.", _others(able))
 
     @classmethod
-    def bad_batch(cls, what: str, remedy: str) -> AttentionError:
-        return cls(f"this AttentionBatch cannot be right: {what}.", remedy)
+    def unsupported_model(cls, feature: str) -> AttentionError:
+        return cls(
+            f"this model asks its attention for {feature}, which piecewise::attention does not do.",
+            "load it with attn_implementation='sdpa'; the backend splits and captures that too.",
+        )
+
+    @classmethod
+    def own_attention(cls, config: str) -> AttentionError:
+        return cls(
+            f"the model of {config} computes its attention itself, and would only lose its causal mask.",
+            "load it with attn_implementation='eager'; the backend splits and captures what it can of that.",
+        )
+
+    # --- the arguments of a call ---
+
+    @classmethod
+    def wrong_shapes(cls, q: Tensor, k: Tensor, v: Tensor) -> AttentionError:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+        remedy = (
+            "pass q, k, v of the same tokens, [rows, heads, head_dim]; heads of q a multiple of those of k"
+        )
+        return cls._of_call(shapes, remedy)
+
+    @classmethod
+    def mixed_dtypes(cls, q: Tensor, k: Tensor, v: Tensor) -> AttentionError:
+        return cls._of_call(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}", "convert them to one dtype first")
+
+    @classmethod
+    def not_positive(cls, name: str, value: float) -> AttentionError:
+        return cls._of_call(f"{name}={value}", f"pass a positive {name}, or None for none")
+
+    @classmethod
+    def strided(cls, name: str, stride: int) -> AttentionError:
+        what = f"{name} has stride {stride} in its last dimension"
+        return cls._of_call(what, f"pass {name}.contiguous()")
 
     @classmethod
     def wrong_rows(cls, tokens: int, batch: int) -> AttentionError:
@@ -57,28 +95,115 @@ class AttentionError(PiecewiseError, ValueError):
             f"pass the first row of each sequence in order, then their number: from 0 to {rows}.",
         )
 
+    # --- the model against the KV cache ---
+
     @classmethod
     def wrong_layer(cls, layer: int, layers: int) -> AttentionError:
         what = f"layer {layer} of the model, and a KV cache of {layers} layers"
-        return cls.bad_batch(what, "build the cache with PagedKVCache.for_model(model.config, ...)")
+        return cls._of_batch(what, "build the cache with PagedKVCache.for_model(model.config, ...)")
 
     @classmethod
-    def bad_call(cls, what: str, remedy: str) -> AttentionError:
-        return cls(f"piecewise::attention cannot be called like this: {what}.", remedy)
+    def wrong_heads(cls, model: Sequence[int], cache: Sequence[int]) -> AttentionError:
+        what = f"the model has {model[0]} KV heads of {model[1]}, its KV cache {cache[0]} of {cache[1]}"
+        return cls._of_batch(what, "build the cache with PagedKVCache.for_model(model.config, ...)")
 
     @classmethod
-    def unsupported_model(cls, what: str) -> AttentionError:
-        return cls(
-            f"this model asks its attention for {what}, which piecewise::attention does not do.",
-            "load it with attn_implementation='sdpa'; the backend splits and captures that too.",
-        )
+    def wrong_dtype(cls, model: torch.dtype, cache: torch.dtype) -> AttentionError:
+        what = f"the model computes {model}, its KV cache holds {cache}"
+        return cls._of_batch(what, f"build the cache with dtype={model}")
 
     @classmethod
-    def own_attention(cls, config: str) -> AttentionError:
-        return cls(
-            f"the model of {config} computes its attention itself, and would only lose its causal mask.",
-            "load it with attn_implementation='eager'; the backend splits and captures what it can of that.",
-        )
+    def window_below_tree(cls, window: int, width: int) -> AttentionError:
+        what = f"a sliding window of {window} tokens and a tree mask of {width}"
+        return cls._of_batch(what, "keep draft trees smaller than the window")
+
+    # --- the tensors and lengths of a batch ---
+
+    @classmethod
+    def wrong_tensor(cls, name: str, found: Tensor, shape: tuple[int, ...], requests: int) -> AttentionError:
+        what = f"{name} is {found.dtype} {tuple(found.shape)}"
+        return cls._of_batch(what, f"pass int32 {shape}, as seq_lens names {requests} requests")
+
+    @classmethod
+    def wrong_tree_mask(cls, mask: Tensor, requests: int, rows: int) -> AttentionError:
+        what = f"tree_mask is {mask.dtype} {tuple(mask.shape)}"
+        return cls._of_batch(what, f"pass bool [{requests}, {rows}, width], width at least {rows}")
+
+    @classmethod
+    def not_rectangular(cls, requests: int, query_len: int, slots: int) -> AttentionError:
+        what = f"{requests} requests of {query_len} rows each, and {slots} slots"
+        return cls._of_batch(what, "pass one slot per row, padded requests' rows included")
+
+    @classmethod
+    def too_few_slots(cls, rows: int, slots: int) -> AttentionError:
+        return cls._of_batch(f"host_query_lens of {rows} rows, and {slots} slots", "pass one slot per row")
+
+    @classmethod
+    def unequal_query_lens(cls, query_len: int, max_query_len: int) -> AttentionError:
+        return cls._of_batch(f"query_len={query_len}, max_query_len={max_query_len}", "make them equal")
+
+    @classmethod
+    def wrong_count(cls, name: str, found: int, requests: int) -> AttentionError:
+        return cls._of_batch(f"{found} {name} for {requests} requests", "pass one per request")
+
+    @classmethod
+    def above_bound(cls, name: str, found: int, bound: str, limit: int) -> AttentionError:
+        return cls._of_batch(f"{name} up to {found}, {bound}={limit}", f"raise {bound}")
+
+    # --- the requests that a batch is filled with ---
+
+    @classmethod
+    def not_integers(cls, name: str, values: object) -> AttentionError:
+        return cls._of_batch(f"{name} is {values!r:.80}", "pass a list of whole numbers, one per request")
+
+    @classmethod
+    def unequal_counts(cls, counts: Mapping[str, int]) -> AttentionError:
+        found = ", ".join(f"{count} {name}" for name, count in counts.items())
+        return cls._of_batch(found, "pass one of each per request")
+
+    @classmethod
+    def impossible_lengths(cls, slot: int, rows: int, tokens: int) -> AttentionError:
+        what = f"request slot {slot} has {rows} new rows and {tokens} tokens with them"
+        return cls._of_batch(what, "pass the new rows in query_lens, and all tokens with them in seq_lens")
+
+    @classmethod
+    def repeated_slot(cls, slot: int) -> AttentionError:
+        what = f"request slot {slot} is named twice"
+        return cls._of_batch(what, "pass all new rows of a request as one entry")
+
+    @classmethod
+    def no_rows(cls, requests: int) -> AttentionError:
+        what = f"{requests} requests and no row"
+        return cls._of_batch(what, "pass at least one request with a new row, or skip the forward")
+
+    @classmethod
+    def buffers_too_small(cls, requests: Sequence[int], buffers: Sequence[int]) -> AttentionError:
+        what = f"{requests[0]} requests with {requests[1]} rows"
+        return cls._of_batch(what, f"make BatchBuffers for more than {buffers[0]} and {buffers[1]}")
+
+    @classmethod
+    def not_uniform(cls, index: int, rows: int, query_len: int) -> AttentionError:
+        what = f"request {index} has {rows} rows, each of uniform buffers {query_len}"
+        return cls._of_batch(what, "make BatchBuffers without uniform=True for such batches")
+
+    @classmethod
+    def wrong_pages(cls, table: tuple[int, object], cache: tuple[int, object]) -> AttentionError:
+        what = "a request table with pages of {} tokens on {}, and a KV cache with pages of {} on {}"
+        remedy = "make the table with RequestTable.for_cache(cache, ...)"
+        return cls._of_batch(what.format(*table, *cache), remedy)
+
+    @classmethod
+    def table_too_large(cls, pages: int, cache_pages: int) -> AttentionError:
+        what = f"a request table of {pages} pages, and a KV cache of {cache_pages}"
+        return cls._of_batch(what, "make the table with RequestTable.for_cache(cache, ...)")
+
+    @classmethod
+    def _of_batch(cls, what: str, remedy: str) -> AttentionError:
+        return cls(f"this AttentionBatch cannot be right: {what}.", f"{remedy}.")
+
+    @classmethod
+    def _of_call(cls, what: str, remedy: str) -> AttentionError:
+        return cls(f"piecewise::attention cannot be called like this: {what}.", f"{remedy}.")
 
 
 class CacheError(PiecewiseError):

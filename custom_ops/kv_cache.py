@@ -1,19 +1,18 @@
 """A paged KV cache, and the table that says which pages a request owns.
 
-Note [The sink]
-Page 0 and request slot 0 belong to nobody. Padded rows of a batch write their K and V to slot 0 of page 0,
-and padded requests look up row 0 of the table, whose pages are all 0: whatever they do, no request notices.
+Note [The null page]
+Page 0 and request slot 0 are never handed out. Padded rows of a batch write K and V to slot 0 of page 0.
+Padded requests look up row 0 of the table, where all pages are 0. So padding never touches a request.
 
 Note [No host-device synchronisation]
-Which pages are free is known on the host alone. What the device has to know, the rows of the block table, is
-sent by `flush` as one copy from pinned memory and one scatter, ordered by the stream like every kernel that
-reads it. A closed request's pages may be handed out at once: the kernels of the next owner come later in the
-stream.
+Only the host knows which pages are free. The device needs the rows of the block table. `flush` sends them as
+one copy from pinned memory and one scatter, ordered by the stream like every kernel that reads them. A closed
+request's pages may be handed out at once: the kernels of their next owner come later in the stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from .errors import CacheError
 
-SINK_SLOT = 0
+NULL_SLOT = 0
 
 
 class PagedKVCache:
@@ -30,6 +29,7 @@ class PagedKVCache:
     Attributes:
         k, v: per layer `[num_pages, page_size, kv_heads, head_dim]`. Slot s of a layer is row
             `s % page_size` of page `s // page_size`.
+        memo: of implementations of attention, for what depends on this cache alone.
     """
 
     def __init__(
@@ -47,9 +47,10 @@ class PagedKVCache:
         storage = torch.zeros(shape, dtype=dtype, device=device)
         self.k = tuple(layer[0] for layer in storage)
         self.v = tuple(layer[1] for layer in storage)
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.dtype, self.device = dtype, storage.device
+        self.memo: dict[Hashable, Any] = {}
 
     @classmethod
     def for_model(
@@ -69,16 +70,22 @@ class PagedKVCache:
             device=device,
         )
 
-    @property
-    def num_layers(self) -> int:
-        return len(self.k)
+    def scratch(self, name: Hashable, size: int, dtype: torch.dtype) -> Tensor:
+        """At least `size` elements, zeros at first, for all attention over this cache.
+
+        The stream orders its uses, as it orders the writes to the cache. A larger size gets new memory.
+        """
+        found = self.memo.get(name)
+        if found is None or found.numel() < size:
+            found = self.memo[name] = torch.zeros(size, dtype=dtype, device=self.device)
+        return found
 
 
 class RequestTable:
-    """Which pages each request owns; slot and page 0 are the sink.
+    """Which pages each request owns; slot 0 and page 0 are null.
 
     Args:
-        num_pages: of the cache, the sink included.
+        num_pages: of the cache, the null page included.
         max_requests: open at the same time.
         max_seq_len: tokens that one request may hold.
 
@@ -141,7 +148,7 @@ class RequestTable:
         return slot
 
     def reserve(self, tokens: Mapping[int, int]) -> None:
-        """Make room for `tokens[slot]` tokens in all, for every slot named, or change nothing.
+        """Give every slot named pages for `tokens[slot]` tokens in all, or change nothing.
 
         Raises:
             CacheError: too few pages are free, or a request outgrows its row.
@@ -159,7 +166,7 @@ class RequestTable:
                 self._append(slot, self._free_pages.pop())
 
     def check_fits(self, tokens: int) -> None:
-        """Refuse what a request could not hold even if it had all pages.
+        """Refuse more tokens than a request could hold if it had all pages.
 
         Raises:
             CacheError: it could not.
@@ -180,14 +187,14 @@ class RequestTable:
         self._free_slots.append(slot)
 
     def clear(self) -> None:
-        """Close all slots and take back all pages, whatever state an exception has left the table in."""
+        """Close all slots and take back all pages, also after an exception has left the table in between."""
         self._free_pages = list(range(self.total_pages, 0, -1))
         self._free_slots = list(range(self.max_requests, 0, -1))
         self._pages, self._unsent = {}, {}
         self.block_table.zero_()
 
     def flush(self) -> None:
-        """Send what changed to the device, without waiting. Call it before the batch that needs it."""
+        """Send the changes to the device, without waiting. Call it before the batch that needs them."""
         if not self._unsent:
             return
         changes = torch.tensor([list(self._unsent), list(self._unsent.values())], dtype=torch.int64)

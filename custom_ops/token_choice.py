@@ -1,18 +1,18 @@
-"""What choosing tokens needs in every round: the largest logit of a row, and random numbers.
+"""What choosing tokens needs in every round: the argmax of a row of logits, and random numbers.
 
-torch's argmax of one row of 128,256 logits takes 30 us on an H200, four of them per round of a chain of 3,
-and a hash of plain tensor operations 45 launches of 1.5 us: together more than a layer of an 8B model.
+torch's argmax of one row of 128,256 logits takes 30 us on an H200, and a round of a chain of 3 needs four of
+them. A hash of plain tensor operations takes 45 launches of 1.5 us. Together that is more than a layer of an
+8B model.
 
 Note [Randomness without a generator]
 A generator's state would depend on which requests share a batch, on how much is drafted, and on which graphs
-were replayed. So a random number is a hash of the request's seed, of the length at which it is used, and of
-what for: the same request draws the same numbers in every batch and in every graph mode.
+were replayed. So a random number is a hash of three things: the request's seed, the length at which it is
+used, and its use. The same request draws the same numbers in every batch and in every graph mode.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ _BLOCK, _BLOCK_NUMBERS = 2048, 128
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def largest(logits: Tensor) -> Tensor:
-    """int32 `[rows]`: where each row of `logits [rows, V]` is largest, the first of equals.
+def argmax(logits: Tensor) -> Tensor:
+    """int32 `[rows]`: the index of the largest of each row of `logits [rows, V]`, the first of equals.
 
-    As `argmax(-1)`; on a GPU infinity counts as much as NaN there.
+    As `torch.argmax(logits, -1)`, but on a GPU infinity counts as much as NaN.
     """
     if not (kernels_serve(logits) and logits.dtype in _FLOATS and logits.stride(1) == 1 and logits.shape[1]):
         return logits.argmax(-1).int()
@@ -37,11 +37,11 @@ def largest(logits: Tensor) -> Tensor:
     rows, columns = logits.shape
     parts = -(-columns // _BLOCK)
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
-    places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    indices = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     of_parts, of_row, _ = _launchers()
-    of_parts((rows, parts, 1), (logits, values, places), columns, logits.stride(0), _BLOCK)
-    of_row((rows, 1, 1), (values, places, out), parts, next_power_of_2(parts))
+    of_parts((rows, parts, 1), (logits, values, indices), columns, logits.stride(0), _BLOCK)
+    of_row((rows, 1, 1), (values, indices, out), parts, next_power_of_2(parts))
     return out
 
 
@@ -83,9 +83,8 @@ def _shift(value: Tensor, bits: int) -> Tensor:
 def _launchers() -> tuple[Launcher, Launcher, Launcher]:
     from . import token_choice_kernels as kernels
 
-    of_parts: Any = kernels.largest_of_parts_kernel
     return (
-        Launcher(of_parts, num_warps=4),
-        Launcher(kernels.largest_of_row_kernel, num_warps=1),
+        Launcher(kernels.argmax_of_parts_kernel, num_warps=4),
+        Launcher(kernels.argmax_of_row_kernel, num_warps=1),
         Launcher(kernels.uniforms_kernel, num_warps=1),
     )

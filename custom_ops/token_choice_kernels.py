@@ -5,28 +5,28 @@ import triton.language as tl
 
 
 @triton.jit
-def largest_of_parts_kernel(
-    logits, values, places, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr
+def argmax_of_parts_kernel(
+    logits, values, indices, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The largest of every BLOCK columns and where it is; the first of equals. Grid: (rows, parts)."""
+    """The largest of every BLOCK columns and its index; the first of equals. Grid: (rows, parts)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * STRIDE + column, mask=column < COLUMNS, other=-float("inf")).to(tl.float32)
     x = tl.where(x == x, x, float("inf"))  # NaN counts as the largest, as in torch
-    value, place = tl.max(x, 0, return_indices=True)
+    value, index = tl.max(x, 0, return_indices=True)
     at = row * tl.num_programs(1) + part
     tl.store(values + at, value)
-    tl.store(places + at, part * BLOCK + place)
+    tl.store(indices + at, part * BLOCK + index)
 
 
 @triton.jit
-def largest_of_row_kernel(values, places, out, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest of a row's parts. Grid: (rows,)."""
+def argmax_of_row_kernel(values, indices, out, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The index of the largest of a row's parts. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     value = tl.load(values + row * PARTS + part, mask=part < PARTS, other=-float("inf"))
     _, best = tl.max(value, 0, return_indices=True)
-    tl.store(out + row, tl.load(places + row * PARTS + best))
+    tl.store(out + row, tl.load(indices + row * PARTS + best))
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def uniforms_kernel(
     seed, length, use, out, size, columns, seed_row, seed_column, length_row, length_column, use_row,
     use_column, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """choice.uniforms for `size` numbers in rows of `columns`; strides of each argument. Grid: (blocks,)."""
+    """token_choice.uniforms of `size` numbers in rows of `columns`, with all strides. Grid: (blocks,)."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < size
     row, column = i // columns, i % columns

@@ -16,7 +16,8 @@ A trace goes one way through the package, a file per stage:
 `frontend` is pg.compile, `report` is pg.explain, `precapture` is pg.capture and pg.plan (planner).
 """
 
-from importlib import import_module
+from importlib import import_module, util
+from pathlib import Path
 from typing import Any
 
 from piecewise_graph import errors
@@ -57,3 +58,9 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
+
+
+# An installation has custom_ops inside this package. A checkout that is not installed has it beside.
+_ROOT = Path(__file__).resolve().parents[1]
+if util.find_spec(f"{__name__}.custom_ops") is None and (_ROOT / "custom_ops" / "kv_cache.py").is_file():
+    __path__.append(str(_ROOT))

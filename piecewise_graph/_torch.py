@@ -1,7 +1,7 @@
 """The only file that touches private torch API.
 
-Everything here was tried on torch 2.11 and 2.13 (`tests/test_torch_gates.py` holds each use); what
-differs between versions is decided here, so that the rest of the package reads as if it did not.
+Everything here was tried on torch 2.11 and 2.13 (`tests/test_torch_gates.py` tests each use). Differences
+between versions are handled here and nowhere else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 
@@ -148,18 +148,19 @@ def raise_recompile_limit() -> None:
 def floats_stay_constants() -> AbstractContextManager[Any]:
     """Trace a module's numbers (an attention's scale) as they are.
 
-    Dynamo remembers by the line of code what differed between two traces. A second model of a class, with
-    another scale, would get it as a symbol, and symbolic floats cannot cross a cut.
+    Dynamo remembers per line of code what differed between two traces. A second model of a class with another
+    scale would get the scale as a symbol, and symbolic floats cannot cross a cut.
     """
     patched: AbstractContextManager[Any] = torch._dynamo.config.patch(specialize_float=True)
     return patched
 
 
 def guard_every_weight() -> None:
-    """Have Dynamo look at weights on every call, as torch 2.13 does by default.
+    """Have Dynamo check weights on every call, as torch 2.13 does by default.
 
-    Torch 2.11 takes a module's tensors for unchanged while its dictionaries are: `p.data = ...` with another
-    dtype or shape then reaches a trace that was compiled for the old one. Process-wide, like the settings.
+    Torch 2.11 assumes that a module's tensors are unchanged if its dictionaries are. After `p.data = ...`
+    with another dtype or shape, a call would reach the trace compiled for the old one. The setting is
+    process-wide.
     """
     config = torch._dynamo.config
     for shortcut in ("use_recursive_dict_tags_for_guards", "skip_tensor_guards_with_matching_dict_tags"):
@@ -169,8 +170,8 @@ def guard_every_weight() -> None:
 
 # --- compilers ------------------------------------------------------------------------------------
 
-# Graph capture is ours: a user's global reduce-overhead must not nest. Freezing would bake one layer's
-# weights into code that all equal layers share.
+# We capture graphs, so Inductor's own capture (a global reduce-overhead) must not nest in them. Freezing
+# would bake the weights of one layer into code that all equal layers share.
 _PATCHES = {"triton.cudagraphs": False, "freezing": False}
 
 
@@ -227,8 +228,8 @@ def compile_exact(
 def kernels_wait_first() -> Iterator[None]:
     """Triton kernels that Inductor makes for dependent launches begin with their wait.
 
-    Left alone they wait where they first read what the kernel before has written: not at all where they read
-    nothing, and late where they overwrite memory that one is still reading.
+    Inductor has them wait where they first read results of the kernel before. That is never if they read
+    none, and too late if they overwrite memory that the kernel before still reads.
     """
     from torch._inductor.codegen import triton
 
@@ -274,7 +275,7 @@ def compile_whole(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Call
 
 
 def publish_graph(name: str, gm: GraphModule) -> None:
-    """Show a graph to depyf, which swaps the code of the function called here for one that writes files."""
+    """Show a graph to depyf, which replaces the function called here by one that writes files."""
     from torch._dynamo.utils import lazy_format_graph_code
 
     lazy_format_graph_code(name, gm)
@@ -284,7 +285,7 @@ def publish_graph(name: str, gm: GraphModule) -> None:
 
 
 def load_artifact(path: str) -> Callable[..., Any]:
-    """What a compiled segment's `save(path=..., format="binary")` wrote; what is bad raises anything."""
+    """Load what a segment's `save(path=..., format="binary")` wrote; a bad file may raise anything."""
     from torch._inductor import CompiledArtifact, config
 
     with config.patch(_PATCHES):
@@ -314,7 +315,7 @@ def compile_options() -> list[str]:
 
 
 def op_schemas(target: Any) -> list[str] | None:
-    """Signatures of an op, or of all overloads of one. None for what is no op, or one that tracing opens."""
+    """Signatures of an op, or of all its overloads; None for other callables and ops that tracing opens."""
     names = target.overloads() if isinstance(target, OpOverloadPacket) else ()
     ops = [target] if isinstance(target, OpOverload) else [getattr(target, name) for name in names]
     foreign = [op for op in ops if op.namespace not in ("aten", "prims")]
@@ -328,9 +329,11 @@ def size_hint(shape_env: Any, symbol: sympy.Symbol) -> int | None:
     return None if value is None else int(value)
 
 
-def is_profiling() -> bool:
-    """Whether a profiler records what this thread does."""
-    return bool(torch.autograd._profiler_enabled())
+def named_range(name: str) -> AbstractContextManager[Any]:
+    """Mark a block in the trace of a profiler; free of cost where none records this thread."""
+    if not torch.autograd._profiler_enabled():
+        return nullcontext()
+    return torch.profiler.record_function(name)
 
 
 def holds(shape_env: Any, condition: sympy.Basic) -> bool:
@@ -350,8 +353,8 @@ def assume(shape_env: Any, condition: sympy.Basic) -> None:
 def observe_ops(on_op: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> Iterator[None]:
     """Call `on_op(op, args, kwargs, result)` after every op that runs inside the block.
 
-    Under the Python dispatcher, as Dynamo runs fake tensors: composite ops written in C++ (matmul) would
-    ask for plain integers and so fix a symbolic size to its value.
+    Runs under the Python dispatcher, as Dynamo runs fake tensors. Without it composite ops written in C++
+    (matmul) would ask for plain integers and so fix a symbolic size to its value.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -373,9 +376,9 @@ def has_unknown_size(tensor: Tensor) -> bool:
 
 
 def storage_holders(tensor: Tensor) -> int:
-    """How many tensors, and storage objects of Python, hold the storage of `tensor`: 1 where it is alone.
+    """How many tensors, and storage objects of Python, hold the storage of `tensor`, itself included.
 
-    Looking makes holders too, and how they count depends on the version; a new tensor tells how.
+    The look itself adds holders, and their number depends on the version; a new tensor shows how many.
     """
     return _references(tensor) - _references(torch.empty(1, device="cpu")) + 1
 
@@ -393,7 +396,8 @@ def storage_id(tensor: Tensor) -> int:
 def weak_alias(tensor: Tensor) -> Tensor:
     """A tensor over the same device memory that does not keep the memory alive.
 
-    The captured graphs' pool keeps the memory mapped; not owning it lets the next capture reuse it.
+    The pool of the captured graphs keeps the memory mapped. The next capture may reuse it, because the alias
+    does not own it.
     """
     storage = tensor.untyped_storage()
     alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
@@ -449,7 +453,7 @@ def grad_mode_function() -> Any:
 
 
 def is_higher_order(target: Any) -> bool:
-    """An op that runs graphs, whatever they do."""
+    """An op that runs graphs."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,6 +20,27 @@ _CHOICES = {
     "capture": ("lazy", "explicit"),
     "outputs": ("copy", "static"),
     "check": ("off", "first", "always"),
+}
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_size, value))
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "merge_linears": lambda value: isinstance(value, bool),
+    "max_tokens": _is_size,
+    "max_graph_bytes": lambda value: value is None or _is_size(value),
+    "pool": lambda value: value is None or isinstance(value, GraphPool),
+    "capture_sizes": lambda value: value is None or (_are_sizes(value) and len(value) > 0),
+    "specialize": _are_sizes,
+    "cache_dir": lambda path: (
+        path is None or (isinstance(path, (str, os.PathLike)) and bool(os.fspath(path)))
+    ),
 }
 
 
@@ -45,9 +66,9 @@ class PiecewiseConfig:
         max_graph_bytes: budget for the graphs of this model, in bytes of its pool; the largest buckets that
             do not fit are not captured (see pg.plan), and their calls run compiled. None = no limit.
         cache_dir: a folder for compiled segments, so that the next process starts warm; None = off. What
-            lies there is code that will be run: nobody else may be able to write to it.
+            lies there is code that will be run: no other user may be able to write to it.
         merge_linears: run linears of one input (q/k/v, gate/up) as one. The model's weights are moved: each
-            becomes a view of a merged one. Not for a model whose weights somebody else's CUDA graph reads.
+            becomes a view of a merged one. Not for a model with weights that other code's CUDA graph reads.
 
     Raises:
         ConfigError: for a value that cannot work.
@@ -68,62 +89,21 @@ class PiecewiseConfig:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError.bad_value(name, value, "one of " + ", ".join(map(repr, choices)))
-        if not isinstance(self.merge_linears, bool):
-            raise ConfigError.bad_value("merge_linears", self.merge_linears, "True or False")
-        if not _is_size(self.max_tokens):
-            raise ConfigError.bad_value("max_tokens", self.max_tokens, "a whole number from 1 up")
-        if self.max_graph_bytes is not None and not _is_size(self.max_graph_bytes):
-            raise ConfigError.bad_value(
-                "max_graph_bytes", self.max_graph_bytes, "a whole number of bytes from 1 up, or None"
-            )
-        if self.pool is not None and not isinstance(self.pool, GraphPool):
-            raise ConfigError.bad_value("pool", self.pool, "a pg.GraphPool() or None")
-        object.__setattr__(self, "capture_sizes", self._checked_sizes())
-        object.__setattr__(self, "specialize", self._checked_specialize())
-        object.__setattr__(self, "cache_dir", self._checked_cache_dir())
-
-    def _checked_sizes(self) -> tuple[int, ...]:
-        given = self.capture_sizes
-        if given is None:
-            return default_capture_sizes(self.max_tokens)
-        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-            raise ConfigError.bad_value(
-                "capture_sizes", given, "a list of token counts, such as [1, 2, 4, 8]"
-            )
-        if not all(_is_size(size) for size in given):
-            raise ConfigError.bad_value("capture_sizes", given, "whole numbers from 1 up")
-        if max(given) > self.max_tokens:
-            raise ConfigError.bad_value(
-                "capture_sizes", given, f"sizes up to max_tokens={self.max_tokens}, or raise max_tokens"
-            )
-        return tuple(sorted(set(given)))
-
-    def _checked_specialize(self) -> tuple[int, ...]:
-        given = self.specialize
-        if isinstance(given, str) or not isinstance(given, Sequence) or not all(map(self._is_bucket, given)):
-            raise ConfigError.bad_value("specialize", given, f"sizes out of the capture sizes {self.sizes}")
-        return tuple(sorted(set(given)))
-
-    def _is_bucket(self, value: object) -> bool:
-        return _is_size(value) and value in self.sizes
-
-    @property
-    def artifact_dir(self) -> str | None:
-        """`cache_dir` as an absolute path."""
-        assert self.cache_dir is None or isinstance(self.cache_dir, str)
-        return self.cache_dir
-
-    def _checked_cache_dir(self) -> str | None:
-        """Absolute, so that a later chdir does not lose it."""
-        given = self.cache_dir
-        if given is None:
-            return None
-        if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
-            raise ConfigError.bad_value("cache_dir", given, "the path of a folder, or None")
-        return os.path.abspath(os.path.expanduser(os.fspath(given)))
+            if getattr(self, name) not in choices:
+                raise ConfigError.bad_value(name, getattr(self, name), choices)
+        for name, fits in _CHECKS.items():
+            if not fits(getattr(self, name)):
+                raise ConfigError.bad_value(name, getattr(self, name))
+        sizes = self.capture_sizes or default_capture_sizes(self.max_tokens)
+        if max(sizes) > self.max_tokens:
+            raise ConfigError.above_max_tokens(sizes, self.max_tokens)
+        if not set(self.specialize) <= set(sizes):
+            raise ConfigError.no_capture_sizes(self.specialize, sizes)
+        object.__setattr__(self, "capture_sizes", tuple(sorted(set(sizes))))
+        object.__setattr__(self, "specialize", tuple(sorted(set(self.specialize))))
+        if self.cache_dir is not None:  # absolute, so that a later chdir does not lose it
+            path = os.path.expanduser(os.fspath(self.cache_dir))
+            object.__setattr__(self, "cache_dir", os.path.abspath(path))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -140,10 +120,6 @@ class PiecewiseConfig:
             if name not in known:
                 raise ConfigError.unknown_option(name, known)
         return cls(**(_from_environment(known) | options))
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _from_environment(known: Sequence[str]) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 A compiled graph fixes the arguments of its ops, but an attention op needs per-batch metadata (lengths,
 block tables, masks). The caller puts it here around the forward; the op reads it when it runs.
-Frozen and scoped: one batch, one context, no nesting, nothing left behind by an exception.
+A context is frozen and scoped: one per batch, not nested, and gone after an exception.
 
 Two fields are the core's own. `full_graph=True` asks for the forward as one graph, splitting ops included
-(FULL mode), and `graph_key` names what else than the token count tells such graphs apart (query length per
-request, LoRA on or off). What a captured op reads from the context is captured with it: a full graph is
-replayed only under the very objects that it was captured with.
+(FULL mode). `graph_key` distinguishes full graphs with the same token count, for example by query length or
+active LoRA. What a captured op reads from the context is captured with it, so a full graph is replayed only
+under the objects that it was captured with.
 """
 
 from __future__ import annotations
@@ -71,10 +71,11 @@ def forward_context(
 
     Args:
         full_graph: run the forward as one graph where every splitting op of the model may be captured.
-        graph_key: what tells full graphs of one token count apart.
-        fields: whatever the ops read. Under `full_graph`, tensors and objects that hold tensors have to be
-            the same objects at every replay of a bucket and key; write into them in place. An object with a
-            method `check_tokens(num_tokens)` is asked before each such replay, and may refuse by raising.
+        graph_key: hashable; distinguishes full graphs with the same token count.
+        fields: what the ops read. Under `full_graph`, tensors and objects that hold tensors must be the same
+            objects at every replay of a bucket and key; write into them in place. The method
+            `check_tokens(num_tokens)` of an object that has one is called before each such replay, and may
+            refuse by raising.
 
     Raises:
         ContextError: if a forward context is active already.
@@ -94,7 +95,7 @@ def forward_context(
 
 
 def _is_key(key: object) -> bool:
-    """It can tell graphs apart: hashable, equal to itself, and no tensor, which equals by identity."""
+    """`key` can tell graphs apart: it is hashable, equals itself, and is no tensor (equal by identity)."""
     try:
         hash(key)
     except TypeError:

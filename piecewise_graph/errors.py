@@ -1,14 +1,16 @@
 """The error catalogue.
 
-Every error that a user can cause says three things: what happened, where (input, segment, bucket or
-op), and what to do. Messages are built here and nowhere else, so that they can be read in one
-sitting and kept in one voice. Everything derives from `PiecewiseError`.
+Every error that a user can cause says what happened, where (input, segment, bucket or op), and what to do.
+All messages of the core are built here. Every error derives from `PiecewiseError`.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from piecewise_graph.reasons import remedy
 
 
 class PiecewiseError(Exception):
@@ -18,6 +20,18 @@ class PiecewiseError(Exception):
         super().__init__(f"{what}\n  What to do: {remedy}")
         self.what = what
         self.remedy = remedy
+
+
+# What each option takes, those with a choice of words apart.
+_EXPECTED = {
+    "cache_dir": "the path of a folder, or None",
+    "capture_sizes": "a list of token counts, whole numbers from 1 up, such as [1, 2, 4, 8], or None",
+    "max_graph_bytes": "a whole number of bytes from 1 up, or None",
+    "max_tokens": "a whole number from 1 up",
+    "merge_linears": "True or False",
+    "pool": "a pg.GraphPool() or None",
+    "specialize": "a list of capture sizes",
+}
 
 
 class ConfigError(PiecewiseError, ValueError):
@@ -31,15 +45,24 @@ class ConfigError(PiecewiseError, ValueError):
         return cls(f"unknown option {name!r}.", f"{hint}Known options: {', '.join(known)}.")
 
     @classmethod
-    def bad_value(cls, name: str, value: object, expected: str) -> ConfigError:
+    def bad_value(cls, name: str, value: object, choices: Sequence[str] = ()) -> ConfigError:
+        expected = f"one of {', '.join(map(repr, choices))}" if choices else _EXPECTED[name]
         return cls(f"option {name}={value!r} cannot work.", f"pass {expected}.")
 
     @classmethod
+    def above_max_tokens(cls, sizes: Sequence[int], max_tokens: int) -> ConfigError:
+        what = f"option capture_sizes={sizes!r} cannot work."
+        return cls(what, f"pass sizes up to max_tokens={max_tokens}, or raise max_tokens.")
+
+    @classmethod
+    def no_capture_sizes(cls, specialize: Sequence[int], sizes: Sequence[int]) -> ConfigError:
+        what = f"option specialize={specialize!r} cannot work."
+        return cls(what, f"pass sizes out of the capture sizes {tuple(sizes)}.")
+
+    @classmethod
     def mode_given(cls, mode: str) -> ConfigError:
-        return cls(
-            f"torch.compile was given mode={mode!r}, which backend 'piecewise' does not have.",
-            "leave mode out and pass options={...}; PiecewiseConfig lists them.",
-        )
+        what = f"torch.compile was given mode={mode!r}, which backend 'piecewise' does not have."
+        return cls(what, "leave mode out and pass options={...}; PiecewiseConfig lists them.")
 
 
 class SplittingOpError(PiecewiseError):
@@ -47,17 +70,13 @@ class SplittingOpError(PiecewiseError):
 
     @classmethod
     def bad_name(cls, name: str) -> SplittingOpError:
-        return cls(
-            f"{name!r} does not name an op.",
-            "write it as 'namespace::name', for example 'mylib::attention'.",
-        )
+        what = f"{name!r} does not name an op."
+        return cls(what, "write it as 'namespace::name', for example 'mylib::attention'.")
 
     @classmethod
     def unknown(cls, name: str) -> SplittingOpError:
-        return cls(
-            f"no op named {name!r} is known to torch.",
-            "import the package that defines it before you register it, and check the spelling.",
-        )
+        what = f"no op named {name!r} is known to torch."
+        return cls(what, "import the package that defines it before you register it, and check the spelling.")
 
     @classmethod
     def no_effect(cls, name: str, schema: str) -> SplittingOpError:
@@ -69,22 +88,19 @@ class SplittingOpError(PiecewiseError):
 
     @classmethod
     def returns_alias(cls, name: str, schema: str) -> SplittingOpError:
-        return cls(
-            f"{name!r} returns an alias of one of its arguments: {schema}.",
-            "return a fresh tensor, or write into an 'out' argument and return nothing.",
-        )
+        what = f"{name!r} returns an alias of one of its arguments: {schema}."
+        return cls(what, "return a fresh tensor, or write into an 'out' argument and return nothing.")
 
     @classmethod
     def undeclared_write(cls, op: str, argument: str) -> SplittingOpError:
-        return cls(
-            f"splitting op {op} wrote into its argument {argument!r}, which its schema does not declare.",
-            f"declare it as 'Tensor(a!) {argument}' in the op's schema.",
-        )
+        what = f"splitting op {op} wrote into its argument {argument!r}, which its schema does not declare."
+        return cls(what, f"declare it as 'Tensor(a!) {argument}' in the op's schema.")
 
     @classmethod
-    def broken_promise(cls, op: str, what: str, promised: object, found: object) -> SplittingOpError:
+    def broken_promise(cls, op: str, promised: object, found: object) -> SplittingOpError:
         return cls(
-            f"splitting op {op} returned {what} {found}, but its fake (meta) kernel promised {promised}.",
+            f"splitting op {op} returned dtype and shape {found}, but its fake (meta) kernel "
+            f"promised {promised}.",
             "correct the fake kernel, or cast inside the op; the next segment is compiled for what "
             "the fake says and would misread the bytes.",
         )
@@ -103,24 +119,18 @@ class TokenDimError(PiecewiseError):
 
     @classmethod
     def no_such_input(cls, name: str, known: Sequence[str]) -> TokenDimError:
-        return cls(
-            f"token_dim names {name!r}, but this call passes no tensor of that name.",
-            f"use one of the tensor arguments that it does pass: {', '.join(known) or 'none'}.",
-        )
+        what = f"token_dim names {name!r}, but this call passes no tensor of that name."
+        return cls(what, f"use one of the tensor arguments that it does pass: {', '.join(known) or 'none'}.")
 
     @classmethod
     def no_such_dim(cls, name: str, dim: int, shape: Sequence[int]) -> TokenDimError:
-        return cls(
-            f"token_dim says dimension {dim} of {name!r}, whose shape is {tuple(shape)}.",
-            f"pass a dimension from 0 to {len(shape) - 1}.",
-        )
+        what = f"token_dim says dimension {dim} of {name!r}, whose shape is {tuple(shape)}."
+        return cls(what, f"pass a dimension from 0 to {len(shape) - 1}.")
 
     @classmethod
     def positions(cls, found: int, leader: str, count: int) -> TokenDimError:
-        return cls(
-            f"position_ids has {found} positions for the {count} tokens of {leader}.",
-            "pass one position per token.",
-        )
+        what = f"position_ids has {found} positions for the {count} tokens of {leader}."
+        return cls(what, "pass one position per token.")
 
     @classmethod
     def specialized(cls, cause: str) -> TokenDimError:
@@ -132,11 +142,8 @@ class TokenDimError(PiecewiseError):
 
     @classmethod
     def too_many_traces(cls, limit: int, reason: str) -> TokenDimError:
-        return cls(
-            f"the model needs more than {limit} traces for different token counts; "
-            f"the last one because {reason}.",
-            "remove branches on the token count from forward, or compile parts of the model.",
-        )
+        what = f"the model needs more than {limit} traces for its token counts, the last because {reason}."
+        return cls(what, "remove branches on the token count from forward, or compile parts of the model.")
 
 
 class TraceError(PiecewiseError):
@@ -152,14 +159,12 @@ class TraceError(PiecewiseError):
 
     @classmethod
     def wrong_device(cls, name: str, found: str, expected: str) -> TraceError:
-        return cls(
-            f"input {name!r} is on {found}, but the model's weights are on {expected}.",
-            f"move it: {name}.to({expected!r}).",
-        )
+        what = f"input {name!r} is on {found}, but the model's weights are on {expected}."
+        return cls(what, f"move it: {name}.to({expected!r}).")
 
 
 class AddressMovedError(PiecewiseError):
-    """A tensor whose address is baked into captured graphs now lives somewhere else."""
+    """A tensor that captured graphs read by address has moved."""
 
     @classmethod
     def moved(cls, name: str) -> AddressMovedError:
@@ -186,21 +191,30 @@ class MergedWeightsError(PiecewiseError):
 
     @classmethod
     def changed(cls, name: str, found: object, expected: object) -> MergedWeightsError:
-        return cls(
-            f"the trace was compiled for {name} of {expected}; it has {found}.",
-            "call the compiled model rather than a frozen callable, so that it is traced anew.",
-        )
+        what = f"the trace was compiled for {name} of {expected}; it has {found}."
+        return cls(what, "call the compiled model rather than a frozen callable, so that it is traced anew.")
 
 
 class InputError(PiecewiseError):
     """A call's inputs do not fit the trace that it reached."""
 
+    @staticmethod
+    def other_size(name: str, dim: int, found: int, expected: int) -> str:
+        return f"{name} has size {found} in dimension {dim}, the trace needs {expected}"
+
+    @staticmethod
+    def outside_range(tokens: int, allowed: str) -> str:
+        return f"{tokens} tokens are outside of {allowed} of this trace"
+
+    @staticmethod
+    def guard_not_met(guard: object, sizes: Mapping[Any, int]) -> str:
+        return f"the trace relies on {guard}, which {dict(sizes)} does not meet"
+
     @classmethod
     def shape_contract(cls, what: str) -> InputError:
         return cls(
             f"the inputs do not fit the compiled trace: {what}.",
-            "pass inputs whose token dimensions agree, or compile with pg.compile, which traces such "
-            "a call anew.",
+            "pass inputs with equal token dimensions, or use pg.compile, which traces such a call anew.",
         )
 
     @classmethod
@@ -213,10 +227,8 @@ class InputError(PiecewiseError):
 
     @classmethod
     def no_tokens(cls, name: str, cause: str) -> InputError:
-        return cls(
-            f"{name!r} holds no tokens, and the model itself cannot run on an empty batch: {cause}.",
-            "skip the call when there is nothing to run.",
-        )
+        what = f"{name!r} holds no tokens, and the model itself cannot run on an empty batch: {cause}."
+        return cls(what, "skip the call when there is nothing to run.")
 
 
 class GraphPoolError(PiecewiseError):
@@ -224,17 +236,23 @@ class GraphPoolError(PiecewiseError):
 
     @classmethod
     def wrong_device(cls, pool_device: str, device: str) -> GraphPoolError:
-        return cls(
-            f"this GraphPool holds graphs of {pool_device}, but the model runs on {device}.",
-            "give each device a GraphPool of its own.",
-        )
+        what = f"this GraphPool holds graphs of {pool_device}, but the model runs on {device}."
+        return cls(what, "give each device a GraphPool of its own.")
 
     @classmethod
     def busy(cls) -> GraphPoolError:
-        return cls(
-            "release() was called while one of the pool's graphs is being captured or replayed.",
-            "call it between forwards.",
-        )
+        what = "release() was called while one of the pool's graphs is being captured or replayed."
+        return cls(what, "call it between forwards.")
+
+    @classmethod
+    def inside_capture(cls, name: str) -> GraphPoolError:
+        what = f"{name} cannot be captured while the current stream is capturing another graph."
+        return cls(what, "call capture_call before that capture begins, or after it has ended.")
+
+    @classmethod
+    def dropped(cls, name: str) -> GraphPoolError:
+        what = f"the graph of {name} was dropped by pg.reset() or GraphPool.release()."
+        return cls(what, "capture it again: replay = pool.capture_call(body, device=...).")
 
 
 class CaptureError(PiecewiseError):
@@ -250,6 +268,16 @@ class CaptureError(PiecewiseError):
         )
 
     @staticmethod
+    def not_planned(error: Exception) -> str:
+        """Why a bucket is missing from a plan, as reports show it."""
+        return f"cannot be planned: {type(error).__name__}: {error}"
+
+    @staticmethod
+    def failed(error: Exception) -> str:
+        """A bucket's failure, as `pg.explain` shows it; the call itself is answered uncaptured."""
+        return f"{type(error).__name__}: {error}"
+
+    @staticmethod
     def over_budget(size: int, needed: int, budget: int) -> str:
         """Why a bucket was dropped, as reports show it."""
         return (
@@ -258,32 +286,24 @@ class CaptureError(PiecewiseError):
         )
 
     @classmethod
-    def nothing_captured(cls, reasons: str) -> CaptureError:
-        return cls(
-            f"pg.capture captured nothing: {reasons}.",
-            "mend the reason named; for grad mode, call it under torch.no_grad().",
-        )
+    def nothing_captured(cls, reasons: Sequence[str]) -> CaptureError:
+        remedies = dict.fromkeys(map(remedy, reasons))
+        return cls(f"pg.capture captured nothing: {'; '.join(reasons)}.", "; ".join(remedies) + ".")
 
     @classmethod
     def bad_sizes(cls, sizes: Sequence[object], allowed: Sequence[int]) -> CaptureError:
-        return cls(
-            f"sizes {list(sizes)} are not all among the compiled model's capture sizes.",
-            f"choose from {list(allowed)}, or set capture_sizes/max_tokens when compiling.",
-        )
+        what = f"sizes {list(sizes)} are not all among the compiled model's capture sizes."
+        return cls(what, f"choose from {list(allowed)}, or set capture_sizes/max_tokens when compiling.")
 
     @classmethod
     def bad_inputs(cls, size: int, found: str) -> CaptureError:
-        return cls(
-            f"make_inputs({size}) returned {found}.",
-            "return a dict of keyword arguments, a tuple of positional ones, or one tensor.",
-        )
+        what = f"make_inputs({size}) returned {found}."
+        return cls(what, "return a dict of keyword arguments, a tuple of positional ones, or one tensor.")
 
     @classmethod
     def bad_context(cls, size: int, found: str) -> CaptureError:
-        return cls(
-            f"context({size}) returned a {found}.",
-            "return a dict of what pg.forward_context gets around the call.",
-        )
+        what = f"context({size}) returned a {found}."
+        return cls(what, "return a dict of what pg.forward_context gets around the call.")
 
     @staticmethod
     def wrong_count(size: int) -> str:
@@ -308,38 +328,30 @@ class ContextError(PiecewiseError):
 
     @classmethod
     def nested(cls) -> ContextError:
-        return cls(
-            "pg.forward_context was entered inside another one.",
-            "leave the outer context first: one batch has one context.",
-        )
+        what = "pg.forward_context was entered inside another one."
+        return cls(what, "leave the outer context first: one batch has one context.")
 
     @classmethod
     def missing_field(cls, name: str, known: Iterable[str]) -> ContextError:
         return cls(
             f"the forward context has no field {name!r}.",
-            f"pass it: pg.forward_context({name}=...). It has: {', '.join(sorted(known)) or 'none'}.",
+            f"pass pg.forward_context({name}=...). It has: {', '.join(sorted(known)) or 'none'}.",
         )
 
     @classmethod
     def reserved(cls, name: str) -> ContextError:
-        return cls(
-            f"a field of the forward context cannot be called {name!r}: the context itself has that name.",
-            "choose another name.",
-        )
+        what = f"a field of the forward context cannot be called {name!r}: the context itself has that name."
+        return cls(what, "choose another name.")
 
     @classmethod
     def bad_key(cls, key: object) -> ContextError:
-        return cls(
-            f"graph_key={key!r} cannot tell graphs apart.",
-            "pass a hashable value that equals itself: a string, a number, a tuple of them.",
-        )
+        what = f"graph_key={key!r} cannot tell graphs apart."
+        return cls(what, "pass a hashable value that equals itself: a string, a number, a tuple of them.")
 
     @classmethod
     def mutable(cls, name: str, kind: str) -> ContextError:
-        return cls(
-            f"the forward context's {name!r} is a {kind}; a full graph could not see it change.",
-            "pass a tuple, a tensor, or a frozen object, or leave out full_graph=True.",
-        )
+        what = f"the forward context's {name!r} is a {kind}; a full graph could not see it change."
+        return cls(what, "pass a tuple, a tensor, or a frozen object, or leave out full_graph=True.")
 
     @classmethod
     def moved(cls, name: str, bucket: int, key: object) -> ContextError:
@@ -364,103 +376,87 @@ class FreezeError(PiecewiseError):
 
     @classmethod
     def no_trace(cls, what: str) -> FreezeError:
-        return cls(
-            f"{what} has no piecewise trace, even after a call.",
-            "pass what pg.compile or torch.compile(..., backend='piecewise') returned.",
-        )
+        what = f"{what} has no piecewise trace, even after a call."
+        return cls(what, "pass what pg.compile or torch.compile(..., backend='piecewise') returned.")
 
     @classmethod
     def not_one_graph(cls, graphs: int) -> FreezeError:
         return cls(
             f"the example's forward ran {graphs} graphs of this backend; freezing needs exactly one.",
-            "remove the graph breaks (TORCH_LOGS=graph_breaks names them), and call on at least one token.",
+            "remove the graph breaks (see TORCH_LOGS=graph_breaks), and call on at least one token.",
         )
 
     @classmethod
     def not_split(cls, reason: str) -> FreezeError:
         return cls(
             f"the example's trace is compiled as a whole: {reason}.",
-            "mend the reason named (README, fallbacks); for grad mode, freeze under torch.no_grad().",
+            f"{remedy(reason)}; then freeze again.",
         )
 
     @classmethod
     def unknown_input(cls, name: str) -> FreezeError:
-        return cls(
-            f"the graph reads {name}, which is neither an argument of the call nor a weight.",
-            "pass it as an argument of forward, or register it as a buffer of the model.",
-        )
+        what = f"the graph reads {name}, which is neither an argument of the call nor a weight."
+        return cls(what, "pass it as an argument of forward, or register it as a buffer of the model.")
 
     @classmethod
     def aliased(cls, one: str, other: str) -> FreezeError:
         return cls(
-            f"the example's arguments {one!r} and {other!r} are the same memory: its inputs cannot be told "
-            "apart.",
-            "pass separate tensors in the example, such as a clone; later calls may pass one tensor twice.",
+            f"the example's arguments {one!r} and {other!r} share memory, so they cannot be told apart.",
+            "pass separate tensors in the example, such as clones; later calls may pass one twice.",
         )
 
     @classmethod
     def integer_argument(cls, name: str) -> FreezeError:
-        return cls(
-            f"the graph takes {name} as an integer that is no size of an argument.",
-            "pass a tensor, or a constant.",
-        )
+        what = f"the graph takes {name} as an integer that is no size of an argument."
+        return cls(what, "pass a tensor, or a constant.")
 
     @classmethod
     def unknown_output(cls, shape: Sequence[int]) -> FreezeError:
-        return cls(
-            f"the model returns a tensor of shape {tuple(shape)} that its graph did not compute.",
-            "return results of the forward only; for a KV cache object, pass use_cache=False.",
-        )
+        what = f"the model returns a tensor of shape {tuple(shape)} that its graph did not compute."
+        return cls(what, "return results of the forward only; for a KV cache object, pass use_cache=False.")
 
     @classmethod
     def integer_output(cls) -> FreezeError:
-        return cls(
-            "the model returns numbers that depend on the token count, next to its tensors.",
-            "return tensors and constants only.",
-        )
+        what = "the model returns numbers that depend on the token count, next to its tensors."
+        return cls(what, "return tensors and constants only.")
 
     @classmethod
     def arguments(cls, found: str, expected: str) -> FreezeError:
-        return cls(
-            f"the frozen model was called with {found}; it was frozen with {expected or 'nothing'}.",
-            "pass the same arguments as the example did, or freeze another callable for this call.",
-        )
+        what = f"the frozen model was called with {found}; it was frozen with {expected or 'nothing'}."
+        return cls(what, "pass the arguments that the example had, or freeze another callable for this call.")
 
     @classmethod
     def kind(cls, name: str, found: str, expected: str) -> FreezeError:
-        return cls(
-            f"argument {name!r} is {found}, but the model was frozen with {expected}.",
-            "pass the same kind of input; only the token dimension may differ from the example.",
-        )
+        what = f"argument {name!r} is {found}, but the model was frozen with {expected}."
+        return cls(what, "pass the same kind of input; only the token dimension may differ from the example.")
 
     @classmethod
     def constant(cls, name: str, found: object, expected: object) -> FreezeError:
-        return cls(
-            f"argument {name!r} is {found!r}, but the model was frozen with {expected!r}.",
-            "values that are no tensors are part of the trace; freeze another callable for this value.",
-        )
+        what = f"argument {name!r} is {found!r}, but the model was frozen with {expected!r}."
+        return cls(what, "such a value is part of the trace; freeze another callable for this one.")
 
     @classmethod
     def grad_enabled(cls) -> FreezeError:
-        return cls(
-            "a frozen model was called with grad enabled; its results would have no gradients.",
-            "call it under torch.no_grad() or torch.inference_mode().",
-        )
+        what = "a frozen model was called with grad enabled; its results would have no gradients."
+        return cls(what, "call it under torch.no_grad() or torch.inference_mode().")
 
     @classmethod
     def training_changed(cls, was: bool) -> FreezeError:
-        return cls(
-            f"the model was frozen with training={was} and has been switched since.",
-            "switch it back (model.eval()), or call rebind().",
-        )
+        what = f"the model was frozen with training={was} and has been switched since."
+        return cls(what, "switch it back (model.eval()), or call rebind().")
 
     @classmethod
     def not_captured(cls, count: int) -> FreezeError:
-        return cls(
-            f"no tape serves {count} tokens yet, so there is nowhere to write its inputs.",
-            "call the frozen model with that many tokens once, or run pg.capture first.",
-        )
+        what = f"no tape serves {count} tokens yet, so there is nowhere to write its inputs."
+        return cls(what, "call the frozen model with that many tokens once, or run pg.capture first.")
 
 
 class LeakWarning(UserWarning):
     """An attention-like or mutating op was left inside a segment and would be captured with it."""
+
+    @classmethod
+    def inside_segment(cls, op: str) -> LeakWarning:
+        return cls(
+            f"{op} was left inside a segment and will be captured with it. If it is attention, or writes "
+            f"state that changes from call to call, register it first: pg.register_splitting_op({op!r})."
+        )

@@ -10,7 +10,12 @@ Note [Off the default stream]
 Graphs launched one after another into CUDA's legacy default stream leave the device idle between them: on
 an H200, 18 us per boundary where each graph runs 8 GEMVs, against 1.3 us on any other stream (and 5.0 us of
 host time per launch against 3.2). A caller on the default stream is therefore served on the pool's stream,
-with one event before and one after; a caller on a stream of his own is served there.
+with one event before and one after. A caller on another stream is served there.
+
+Note [cuBLAS workspaces]
+A captured GEMM holds the address of a workspace that torch keeps per stream. The workspaces are cleared
+before the captures, so that the first captured GEMM allocates one inside the pool. They are cleared again
+afterwards, so that no other GEMM writes there.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from torch import Tensor
 
 from piecewise_graph import _torch
 from piecewise_graph.errors import GraphPoolError
-from piecewise_graph.sizes import overwrite
+from piecewise_graph.stand_in import StandIn
 
 Run = Callable[..., Sequence[Tensor]]
 
@@ -46,11 +51,8 @@ class GraphPool:
         poison: debugging aid for the CPU's stand-in graphs: fill each segment's outputs with NaN (or
             the largest integer) once their last reader ran, so that a stale read shows.
 
-    The pool belongs to the device of its first model. `release()` drops all graphs and gives the
-    memory back; the pool may be used again afterwards.
+    The pool belongs to the device of its first model. After `release()` it may be used again.
     """
-
-    trial = False  # True: segments run once, and no splitting op between them (recorder/memory_plan.py)
 
     def __init__(self, *, poison: bool = False) -> None:
         self.poison = poison
@@ -60,9 +62,9 @@ class GraphPool:
         self._stream: torch.cuda.Stream | None = None
         self._default: torch.cuda.Stream | None = None
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._sentinel: torch.cuda.CUDAGraph | None = None
+        self._sentinel: Callable[[], None] | None = None
         self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
-        self._stand_ins: weakref.WeakSet[_StandIn] = weakref.WeakSet()
+        self._stand_ins: weakref.WeakSet[StandIn] = weakref.WeakSet()
         self._in_use = 0
         self._use = _Use(self)
 
@@ -93,22 +95,17 @@ class GraphPool:
             self._events = torch.cuda.Event(), torch.cuda.Event()
             self._sentinel = self._capture_sentinel(device)
 
-    def _capture_sentinel(self, device: torch.device) -> torch.cuda.CUDAGraph:
+    def _capture_sentinel(self, device: torch.device) -> Callable[[], None]:
         """A graph that lives as long as the memory.
 
         When the last graph of a pool dies, torch retires the pool's id, MemPool or not, and the next capture
         into it fails in a way that the process does not survive. Graphs come and go here, so one stays.
         """
-        assert self._stream is not None
         counter = torch.zeros(1, device=device)
-        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(device)
         with torch.cuda.stream(self._stream):
             counter.add_(0)
-            graph.capture_begin(self._pool_handle(), capture_error_mode="thread_local")
-            counter.add_(0)
-            graph.capture_end()
-        return graph
+            return self.capture(lambda: (counter.add_(0),), ())[0]
 
     def using(self) -> _Use:
         """Hold the pool for one forward: its graphs run one after another.
@@ -120,7 +117,7 @@ class GraphPool:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Surround the capture of one bucket: own stream, no garbage collection, clean cuBLAS state."""
+        """Surround the warm-up and the captures of one bucket: own stream, no garbage collection."""
         if self._stream is None:  # a CPU's stand-ins survive a garbage collection
             with self.using():
                 yield
@@ -166,7 +163,7 @@ class GraphPool:
         """
         if self._memory is None:
             outputs = run(*inputs) if warm is None else [tensor.clone() for tensor in warm]
-            stand_in = _StandIn(run, inputs, outputs)
+            stand_in = StandIn(run, inputs, outputs)
             self._stand_ins.add(stand_in)
             return stand_in, outputs
         graph = torch.cuda.CUDAGraph()
@@ -179,6 +176,38 @@ class GraphPool:
             self._abandon(graph)
             raise
         return graph.replay, outputs
+
+    def capture_call(
+        self, body: Callable[[], Any], *, device: torch.device | str, name: str = "captured call"
+    ) -> CapturedCall:
+        """Capture a callable as one graph in this pool.
+
+        `body` runs once as a warm-up, effects included, and is then captured. It reads and writes tensors at
+        fixed addresses. The caller keeps these tensors alive. What `body` returns is ignored.
+
+        Args:
+            device: the device that `body` works on. On a CPU a replay calls `body` again.
+            name: names the replay in errors, and in the trace of a profiler.
+
+        Returns:
+            the replay, a callable without arguments (see `CapturedCall`).
+
+        Raises:
+            GraphPoolError: the pool serves another device, or the caller is capturing a graph already.
+            torch.OutOfMemoryError: the graph does not fit.
+        """
+        device = torch.device(device)
+        if capturing_elsewhere(device):
+            raise GraphPoolError.inside_capture(name)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        call = CapturedCall(self, name)
+        self.join(device, call)
+        with self.session():
+            body()
+            with clean_cublas(device):
+                call.replay, _ = self.capture(lambda: (body(), ())[1], (), warm=())
+        return call
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that failed.
@@ -205,10 +234,7 @@ class GraphPool:
             owner.drop_graphs()
 
     def release(self) -> None:
-        """Drop every graph captured in this pool and give its memory back.
-
-        Models that used it go on: their next calls capture again (or run compiled, with
-        `capture="explicit"`).
+        """Drop every graph captured in this pool and give its memory back; models capture anew.
 
         Raises:
             GraphPoolError: called while one of the graphs is in use.
@@ -224,6 +250,32 @@ class GraphPool:
                 del had_memory
                 gc.collect()
                 torch.cuda.empty_cache()
+
+
+class CapturedCall:
+    """What `GraphPool.capture_call` returns: calling it replays the graph, ordered with the caller's stream.
+
+    Attributes:
+        replay: the bare launch; None once the graph was dropped (`pg.reset`, `GraphPool.release`).
+    """
+
+    def __init__(self, pool: GraphPool, name: str) -> None:
+        self.name, self._pool = name, pool
+        self.replay: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        """
+        Raises:
+            GraphPoolError: the graph was dropped; capture the call again.
+        """
+        if self.replay is None:
+            raise GraphPoolError.dropped(self.name)
+        with _torch.named_range(self.name), self._pool.using():
+            self._pool.run_off_default_stream((self.replay,))
+
+    def drop_graphs(self) -> None:
+        """Called by the pool."""
+        self.replay = None
 
 
 class _Use:
@@ -247,37 +299,27 @@ class _Use:
 
 
 def capturing_elsewhere(device: torch.device) -> bool:
-    """The caller is capturing a graph of his own: our replays and captures would not belong in it."""
+    """The caller is capturing a graph; our replays and captures would not belong in it."""
     return device.type == "cuda" and _torch.capturing()
 
 
-class _StandIn:
-    """What a graph is on a CPU: the same call again, into the same outputs.
-
-    A caller that keeps an output, reads one too late or moves an input sees on the CPU what it would
-    see on a GPU.
-    """
-
-    __slots__ = ("__weakref__", "_inputs", "_outputs", "_run", "owned_bytes")
-
-    def __init__(self, run: Run, inputs: Sequence[object], outputs: Sequence[Tensor]) -> None:
-        self._run, self._inputs, self._outputs = run, inputs, outputs
-        given = {_torch.storage_id(value) for value in inputs if isinstance(value, Tensor)}
-        owned = {_torch.storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
-        self.owned_bytes = sum(size for storage, size in owned.items() if storage not in given)
-
-    def __call__(self) -> None:
-        for output, value in zip(self._outputs, self._run(*self._inputs), strict=True):
-            overwrite(output, value)
+@contextmanager
+def clean_cublas(device: torch.device) -> Iterator[None]:
+    """Surround the captures of one bucket (Note [cuBLAS workspaces])."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    _torch.clear_cublas_workspaces()
+    try:
+        yield
+    finally:
+        _torch.clear_cublas_workspaces()
 
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """No cyclic collection during a capture.
-
-    A collection may free another graph or unload a kernel's module in mid-capture, which invalidates
-    it. Collected once before, so that little waits, and left as it was found.
-    """
+    """No cyclic collection during a capture: freeing a graph or unloading a kernel would invalidate it."""
     if not gc.isenabled():
         yield
         return

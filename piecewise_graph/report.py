@@ -4,36 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import NotCompiledError
-from piecewise_graph.frontend.lookup import family_for
+from piecewise_graph.frontend.lookup import state_of
+from piecewise_graph.recorder.bucket_record import BucketRecord
+from piecewise_graph.runtime.budget import over_budget
+from piecewise_graph.runtime.model_state import Trace
 from piecewise_graph.runtime.runtime import Runtime
-from piecewise_graph.runtime.tape_set import TapeSet
-from piecewise_graph.runtime.unsplit import WholeRuntime
 from piecewise_graph.sizes import range_text
-
-
-@dataclass(frozen=True)
-class BucketReport:
-    """One captured bucket: its token count, graphs, bytes added to the pool, seconds, replays so far.
-
-    Attributes:
-        mode: "piecewise", or "full" with the graph_key.
-        unpadded: reason -> segments that its replays run uncaptured.
-        planned_bytes: what pg.plan said of `graph_bytes` before; None where nobody asked it.
-    """
-
-    tokens: int
-    mode: str
-    graphs: int
-    graph_bytes: int
-    seconds: float
-    replays: int
-    unpadded: dict[str, int]
-    planned_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,21 +43,21 @@ class TraceReport:
 
     sizes: str
     steps: int
-    segments: int
-    inline_segments: int
-    splitting_ops: dict[str, int]
-    distinct: int
-    compile_seconds: float
-    from_cache: int
-    load_seconds: float
-    cache_notes: dict[str, int]
-    exact: dict[int, tuple[str, ...]]
-    leaks: tuple[str, ...]
-    blocked: str | None
-    padding: dict[str, str]
-    buckets: tuple[BucketReport, ...]
-    failed: dict[int, str]
-    fallbacks: dict[str, int]
+    segments: int = 0
+    inline_segments: int = 0
+    splitting_ops: dict[str, int] = field(default_factory=dict)
+    distinct: int = 0
+    compile_seconds: float = 0.0
+    from_cache: int = 0
+    load_seconds: float = 0.0
+    cache_notes: dict[str, int] = field(default_factory=dict)
+    exact: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    leaks: tuple[str, ...] = ()
+    blocked: str | None = None
+    padding: dict[str, str] = field(default_factory=dict)
+    buckets: tuple[BucketRecord, ...] = ()
+    failed: dict[int, str] = field(default_factory=dict)
+    fallbacks: dict[str, int] = field(default_factory=dict)
     merged: dict[str, int] = field(default_factory=dict)
     merged_linears: int = 0
     apart: dict[str, int] = field(default_factory=dict)
@@ -119,26 +100,31 @@ def explain(compiled: Any) -> Report:
     Raises:
         NotCompiledError: the object has no trace of this backend.
     """
-    family = family_for(compiled)
-    if family is None or not (family.runtimes or family.fallbacks):
+    state = state_of(compiled)
+    if state is None or not (state.traces or state.fallbacks):
         raise NotCompiledError.unknown(repr(compiled)[:80].splitlines()[0])
-    runtimes = family.runtimes
-    traces = tuple(_trace(r) if isinstance(r, Runtime) else _whole(r) for r in runtimes)
-    buffers = sum(r.buffer_bytes() for r in runtimes if isinstance(r, Runtime))
-    dropped = dict(family.plan.dropped) if family.plan and family.config.max_graph_bytes else {}
-    return Report(traces, family.pool.bytes(), buffers, family.sealed, dict(family.fallbacks), dropped)
+    traces = tuple(map(_trace, state.traces))
+    buffers = sum(t.buffer_bytes() for t in state.traces if isinstance(t, Runtime))
+    dropped = dict(over_budget(state))
+    return Report(traces, state.pool.bytes(), buffers, state.sealed, dict(state.fallbacks), dropped)
 
 
-def _trace(runtime: Runtime) -> TraceReport:
+def _trace(trace: Trace) -> TraceReport:
+    if isinstance(trace, Runtime):
+        return _split_trace(trace)
+    return TraceReport("all", steps=1, blocked=trace.blocked, fallbacks=dict(trace.fallbacks))
+
+
+def _split_trace(runtime: Runtime) -> TraceReport:
     program = runtime.program
-    split, segments = program.split, program.compiled.segments
+    split, segments = program.split, program.compiled
     ops: dict[str, int] = {}
     for call in split.op_calls:
         ops[call.op.name] = ops.get(call.op.name, 0) + 1
     inline = sum(not s.facts.computes for s in segments.values())
     keys = {segment.key for segment in segments.values()}
-    faults = {key: why for (key, _), why in runtime.family.verdicts.items() if why and key in keys}
-    distinct = program.compiled.distinct
+    padding = {key: reason for (key, _), reason in runtime.state.proofs.reasons() if key in keys}
+    distinct = program.distinct
     return TraceReport(
         sizes=_sizes(runtime),
         steps=len(split.steps),
@@ -149,15 +135,15 @@ def _trace(runtime: Runtime) -> TraceReport:
         compile_seconds=sum(s.seconds for s in distinct if not s.from_cache),
         from_cache=sum(s.from_cache for s in distinct),
         load_seconds=sum(s.seconds for s in distinct if s.from_cache),
-        cache_notes=dict(Counter(s.cache_note for s in distinct if s.cache_note is not None)),
+        cache_notes=dict(Counter(s.cache_reason for s in distinct if s.cache_reason is not None)),
         exact=_exact(distinct),
         leaks=split.leaks,
         blocked=program.blocked,
-        padding=faults,
+        padding=padding,
         buckets=tuple(
-            _bucket(mode, tapes, size) for mode, tapes in runtime.all_tapes() for size in sorted(tapes.tapes)
+            tapes.buckets[size].record for tapes in runtime.all_tapes() for size in sorted(tapes.buckets)
         ),
-        failed={size: why for _, tapes in runtime.all_tapes() for size, why in tapes.failed.items()},
+        failed={size: failure for tapes in runtime.all_tapes() for size, failure in tapes.failed.items()},
         fallbacks=dict(runtime.fallbacks),
         merged=dict(program.merge.merged),
         merged_linears=program.merge.linears,
@@ -171,31 +157,9 @@ def _exact(distinct: Sequence[CompiledSegment]) -> dict[int, tuple[str, ...]]:
     for segment in distinct:
         for size, code in segment.exact.items():
             linears = f", {'; '.join(code.linears)}" if code.linears else ""
-            line = f"not used: {code.refused}" if code.refused else f"{code.seconds:.1f} s{linears}"
+            line = f"not used: {code.reason}" if code.reason else f"{code.seconds:.1f} s{linears}"
             found[size] = (*found.get(size, ()), f"structure {segment.key} {line}")
     return found
-
-
-def _bucket(mode: str, tapes: TapeSet, size: int) -> BucketReport:
-    entry = tapes.tapes[size]
-    below = max((s for s in tapes.tapes if s < size), default=0)
-    replays = sum(count for tokens, count in tapes.replays.items() if below < tokens <= size)
-    tape = entry.tape
-    return BucketReport(
-        size,
-        mode,
-        tape.graphs,
-        entry.graph_bytes,
-        entry.seconds,
-        replays,
-        dict(tape.unpadded),
-        entry.planned_bytes,
-    )
-
-
-def _whole(runtime: WholeRuntime) -> TraceReport:
-    nothing = TraceReport("all", 1, 0, 0, {}, 0, 0.0, 0, 0.0, {}, {}, (), runtime.reason, {}, (), {}, {})
-    return replace(nothing, fallbacks=dict(runtime.fallbacks))
 
 
 def _sizes(runtime: Runtime) -> str:
@@ -234,7 +198,7 @@ def _trace_lines(number: int, trace: TraceReport) -> list[str]:
     return lines
 
 
-def _planned(bucket: BucketReport) -> str:
+def _planned(bucket: BucketRecord) -> str:
     return f"{'-':>8}" if bucket.planned_bytes is None else f"{bucket.planned_bytes / 2**20:8.1f}"
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from piecewise_graph import _torch
+from piecewise_graph.errors import InputError
 
 Sizes = Mapping[sympy.Symbol, int]
 Range = tuple[int | None, int | None]
@@ -94,6 +96,19 @@ def overwrite(destination: Tensor, source: Tensor) -> None:
     destination.copy_(source)
 
 
+class ShapeMiss(InputError):
+    """A call reached a trace that is not valid for its shapes; pg.compile answers with another trace.
+
+    Attributes:
+        sizes_differ: dimensions differ that were equal when the trace was made.
+    """
+
+    def __init__(self, what: str, *, sizes_differ: bool) -> None:
+        shown = InputError.shape_contract(what)
+        super().__init__(shown.what, shown.remedy)
+        self.sizes_differ = sizes_differ
+
+
 @dataclass(frozen=True)
 class ShapeContract:
     """For which arguments a trace is valid, as far as sizes go (Note [One trace] in frontend/compile.py).
@@ -114,6 +129,24 @@ class ShapeContract:
     ranges: tuple[Range, ...]
     names: tuple[str, ...]
 
+    def admit(self, args: Sequence[Any]) -> Sizes:
+        """The value of each symbol in this call, which the trace is valid for.
+
+        Raises:
+            ShapeMiss: it is not.
+        """
+        sizes = self.read_sizes(args)
+        differing = self.dim_violation(args, sizes)
+        violation = differing or self.size_violation(sizes)
+        if violation is not None:
+            raise ShapeMiss(violation, sizes_differ=differing is not None)
+        return sizes
+
+    @cached_property
+    def _violations(self) -> dict[tuple[int, ...], str | None]:
+        """What `size_violation` said, by sizes: to evaluate a guard is slow."""
+        return {}
+
     def read_sizes(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """The value of each symbol in this call."""
         return {
@@ -126,19 +159,24 @@ class ShapeContract:
         for index, dim, expr in self.dims:
             found, expected = args[index].shape[dim], evaluate(expr, sizes)
             if found != expected:
-                return f"{self.names[index]} has size {found} in dimension {dim}, the trace needs {expected}"
+                return InputError.other_size(self.names[index], dim, found, expected)
         return None
 
     def size_violation(self, sizes: Sizes) -> str | None:
         """Why the trace is not valid at `sizes` (a call's or a bucket's); None when it is."""
+        key = tuple(sizes.values())
+        if key not in self._violations:
+            self._violations[key] = next(self._violated(sizes), None)
+        return self._violations[key]
+
+    def _violated(self, sizes: Sizes) -> Iterator[str]:
         for symbol, (low, high) in zip(self.symbols, self.ranges, strict=True):
             value = sizes[symbol]
             if (low is not None and value < low) or (high is not None and value > high):
-                return f"{value} tokens are outside of {range_text((low, high))} of this trace"
+                yield InputError.outside_range(value, range_text((low, high)))
         for guard in self.guards:
             if substitute(guard, sizes) == sympy.false:
-                return f"the trace relies on {guard}, which {dict(sizes)} does not meet"
-        return None
+                yield InputError.guard_not_met(guard, sizes)
 
 
 def range_text(bounds: Range) -> str:

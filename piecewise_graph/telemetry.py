@@ -39,32 +39,11 @@ class Counters:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
-    def add(self, name: str, amount: int = 1) -> None:
+    def add(self, name: str, amount: int = 1, *, reason: str | None = None) -> None:
+        """Add to `name`, and to `name:reason` where there is one."""
         self._counts[name] += amount
-
-    def fallback(self, reason: str) -> None:
-        self._counts["fallbacks"] += 1
-        self._counts[f"fallbacks:{reason}"] += 1
-
-    def not_full(self, reason: str) -> None:
-        self._counts["not_full"] += 1
-        self._counts[f"not_full:{reason}"] += 1
-
-    def cache_rejected(self, reason: str) -> None:
-        self._counts["cache_rejected"] += 1
-        self._counts[f"cache_rejected:{reason}"] += 1
-
-    def cache_unsaved(self, reason: str) -> None:
-        self._counts["cache_unsaved"] += 1
-        self._counts[f"cache_unsaved:{reason}"] += 1
-
-    def unmerged(self, reason: str) -> None:
-        self._counts["unmerged_groups"] += 1
-        self._counts[f"unmerged_groups:{reason}"] += 1
-
-    def unpadded(self, reason: str, amount: int = 1) -> None:
-        self._counts["unpadded_segments"] += amount
-        self._counts[f"unpadded_segments:{reason}"] += amount
+        if reason is not None:
+            self._counts[f"{name}:{reason}"] += amount
 
     def snapshot(self) -> dict[str, int]:
         """All counts by name; every name of `NAMES` is present, reasons as they occurred."""

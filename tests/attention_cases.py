@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from piecewise_graph.custom_ops.attention import AttentionBatch
 from piecewise_graph.custom_ops.attention.call import AttentionCall
+from piecewise_graph.custom_ops.attention.implementations import serve
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache
 
-WRONG = 777.0  # what cache slots hold that nobody may read: it would show in any result
+WRONG = 777.0  # in cache slots that may not be read: it would show in any result
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,18 @@ def make_case(
     return Case(batch, call, history, shape, (cache.k[1].clone(), cache.v[1].clone()))
 
 
+CPU = torch.device("cpu")
+MIXED = Shape(((5, 1), (0, 4), (0, 0)))
+DECODE = Shape(((5, 1), (0, 1)), uniform=True)
+TREE = Shape(((5, 3), (2, 3)), tree=True)
+
+
+def case_of(shape: Shape = MIXED, implementation: str = "torch", **call: Any) -> Case:
+    """A small case on the CPU, its call with these arguments."""
+    case = make_case(shape, dtype=torch.float32, device=CPU, implementation=implementation)
+    return replace(case, call=replace(case.call, **call))
+
+
 def make_cache(
     totals: list[int], shape: Shape, dtype: torch.dtype, device: torch.device, rng: random.Random
 ) -> tuple[PagedKVCache, list[list[int]]]:
@@ -163,7 +177,7 @@ def expected(case: Case) -> Tensor:
 
 def check(case: Case, tolerance: float, *, captured: bool = False) -> None:
     """Run the call and compare everything it may and may not have written."""
-    case.batch.run(case.call, captured=captured)
+    serve(case.batch, case.call, captured=captured)
     live = int(case.batch.qo_indptr[-1])
     found, wanted = case.call.out[:live].double().cpu(), expected(case)[:live]
     error = (found - wanted).norm() / wanted.norm().clamp(min=1e-9)
@@ -173,7 +187,7 @@ def check(case: Case, tolerance: float, *, captured: bool = False) -> None:
 
 
 def check_cache(case: Case) -> None:
-    """Live rows are in the cache, everything else is as it was, the sink's page apart."""
+    """Live rows are in the cache, everything else is as it was, the null page apart."""
     cache, slots = case.batch.kv_cache, case.batch.slot_mapping.long()
     written = slots[slots > 0]
     rows = (slots > 0).nonzero().flatten()

@@ -8,8 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch import nn
 
 import piecewise_graph as pg
+from piecewise_graph.reasons import REMEDIES
+
+# Inductor looks for the CPU's vector units by compiling and starting programs: seconds in every process.
+# With this setting it believes the processor's own list.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("piecewise", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -17,7 +23,7 @@ settings.load_profile("piecewise")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` skip themselves where there is no CUDA device."""
+    """Skip tests marked `gpu` where there is no CUDA device."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -26,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No trace, graph, count, option or random state of one test reaches another."""
+    """Give every test a process without traces, graphs, counts, options or random state of another test."""
     for variable in [name for name in os.environ if name.startswith("PIECEWISE_GRAPH_")]:
         monkeypatch.delenv(variable)
     torch._dynamo.reset()
@@ -34,18 +40,28 @@ def fresh_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     pg.counters.clear()
     torch.manual_seed(0)
     yield
+    counted = {name.partition(":")[2] for name in pg.counters.snapshot() if ":" in name}
     torch._dynamo.reset()
     pg.reset()
+    assert counted <= REMEDIES.keys(), "a reason without a remedy (piecewise_graph/reasons.py)"
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where a test that works anywhere should run."""
+    """The GPU where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture
 def no_grad() -> Iterator[None]:
-    """The test runs without grad, as inference does."""
+    """Run the test without gradients, as inference does."""
     with torch.no_grad():
         yield
+
+
+@pytest.fixture
+def model(device: torch.device) -> nn.Module:
+    """Two residual blocks around a splitting op: three segments."""
+    from toys import Blocks
+
+    return Blocks(layers=2).to(device)

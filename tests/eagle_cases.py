@@ -19,11 +19,14 @@ from paged_generation import Alone, alone
 from torch import Tensor, nn
 
 import piecewise_graph as pg
-from piecewise_graph.eagle import DraftConfig, DraftModel, DraftShape, Speculator, load_draft
+from piecewise_graph.eagle import DraftConfig, DraftModel, DraftShape, Engine, Speculator, load_draft
+from piecewise_graph.eagle.rounds.prefill import Prefill
+from piecewise_graph.eagle.rounds.resources import Resources
+from piecewise_graph.eagle.serving.scheduler import Scheduler
 
 MODELS = Path(__file__).parents[1] / "benchmarks" / "models"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-WAYS = ("full", "piecewise", "compiled", "eager")
+GRAPH_MODES = ("full", "piecewise", "compiled", "eager")
 QUICK: dict[str, Any] = {"options": {"compiler": "eager"}, "draft_options": {"compiler": "eager"}}
 VOCABULARY = 64  # of small targets
 # Two ways to add up the same float32 numbers may order two tokens differently whose logits are this close.
@@ -190,35 +193,51 @@ def assert_greedy(
     assert len(ties) <= len(found) // 4
 
 
+def resources(speculator: Speculator) -> Resources:
+    """Its caches, table, state and models: the one way of tests into a speculator."""
+    return speculator._resources
+
+
+def prefill(speculator: Speculator) -> Prefill:
+    return speculator._prefill
+
+
+def scheduler(engine: Engine) -> Scheduler:
+    return engine._scheduler
+
+
 def all_free(speculator: Speculator) -> bool:
     """No request has kept a slot or a page."""
-    table = speculator._workshop.table
+    table = resources(speculator).table
     return table.free_pages == table.total_pages and not table.open_slots
 
 
 def spoil(speculator: Speculator) -> None:
-    """NaN wherever no request has written: in the caches, the sink included, and in padding's state.
+    """NaN wherever no request has written: in the caches, the null page included, and in padding's state.
 
     Integers of row 0 become what cannot be a token, a length or a page. Call it while nothing runs.
     """
-    workshop = speculator._workshop
-    for kept in (workshop.cache, workshop.draft_cache):
-        for tensor in (*kept.k, *kept.v) if kept is not None else ():
-            tensor.fill_(float("nan"))
-    for ready in workshop.made.values():
-        fill_floats(ready.round.buffers.values())
-    fill_floats(workshop.state.values())
+    for tensor in cache_tensors(speculator):
+        tensor.fill_(float("nan"))
+    for made in speculator._rounds.made.values():
+        fill_floats(made.tensors.buffers.values())
+    fill_floats(resources(speculator).state.values())
     spoil_padding(speculator)
 
 
 def spoil_padding(speculator: Speculator) -> None:
     """The same for what padding alone may read and write; requests may run."""
-    workshop = speculator._workshop
-    for kept in (workshop.cache, workshop.draft_cache):
-        for tensor in (*kept.k, *kept.v) if kept is not None else ():
-            tensor[0, 0] = float("nan")
-    for tensor in workshop.state.values():
+    for tensor in cache_tensors(speculator):
+        tensor[0, 0] = float("nan")
+    for tensor in resources(speculator).state.values():
         tensor[0] = float("nan") if tensor.is_floating_point() else 10**8
+
+
+def cache_tensors(speculator: Speculator) -> Iterator[Tensor]:
+    """K and V of every layer, of target and draft."""
+    for kept in (resources(speculator).cache, resources(speculator).draft_cache):
+        if kept is not None:
+            yield from (*kept.k, *kept.v)
 
 
 def fill_floats(tensors: Iterable[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random models from transformers' own classes: eight architectures, unmodified, with sdpa."""
+"""Tiny random models of eight architectures of transformers, unmodified, with sdpa."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 NAMES = ("llama", "qwen3", "mistral", "gemma3", "phi3", "gpt2", "mixtral", "bert")
 VOCABULARY = 128
-# Smaller than most sizes that the tests try, so that sliding windows really cut something off.
+# Smaller than most sizes in the tests, so that sliding windows cut something off.
 SLIDING_WINDOW = 16
 
 
 def build(name: str, layers: int = 3, device: torch.device | str = "cpu") -> torch.nn.Module:
-    """A model of `layers` layers with random weights, always the same ones, in eval mode."""
+    """A model of `layers` layers in eval mode, with the same random weights at every call."""
     model_class, config = _architecture(name, layers)
     config._attn_implementation = "sdpa"
     if name == "mixtral" and torch.device(device).type == "cuda":
@@ -29,12 +29,12 @@ def build(name: str, layers: int = 3, device: torch.device | str = "cpu") -> tor
 
 
 def call(name: str, ids: Tensor) -> dict[str, Any]:
-    """Keyword arguments of one forward over `ids`; decoders keep no cache."""
+    """Keyword arguments of one forward over `ids`, without a KV cache."""
     return {"input_ids": ids} if name == "bert" else {"input_ids": ids, "use_cache": False}
 
 
 def rows(output: Any) -> Tensor:
-    """The tensor of an output that has a row per token: logits, or an encoder's hidden states."""
+    """The rows of an output, one per token: logits, or the hidden states of an encoder."""
     return output.logits if "logits" in output else output.last_hidden_state
 
 

@@ -23,8 +23,10 @@ FILES = sorted([*HOUSE.rglob("*.py"), *CUSTOM_OPS.rglob("*.py")])
 # A room (a package, or a file beside the packages) imports from rooms above its own line, never from its own
 # line or below. What a package holds is its own business, as long as its files make no circle.
 LEVELS = (
+    {"reasons"},
     {"errors", "_torch", "telemetry", "buckets", "kernels"},
     {"sizes", "context"},
+    {"stand_in"},
     {"graph_pool", "splitter"},
     {"config"},
     {"compiler"},
@@ -50,7 +52,6 @@ INNER_LEVELS = {
         {"rounds"},
         {"serving"},
         {"speculator"},
-        {"generate_command"},
         {"__init__"},
     ),
     "custom_ops": (
@@ -64,8 +65,6 @@ INNER_LEVELS = {
 }
 CORE = set().union(*LEVELS[: LEVELS.index({"__init__"}) + 1])
 LONG_FILES = {"errors": 480, "_torch": 480}  # catalogues, to be read in one sitting
-LONG_FILES |= {"flashinfer_attention": 354}  # to be cut
-LONG_FUNCTIONS: dict[str, int] = {}
 SHARED_NAMES = {"__init__", "errors"}  # errors: the catalogue of its package
 
 
@@ -144,7 +143,6 @@ def test_every_room_has_a_level() -> None:
         assert rooms == set().union(*levels), package
 
 
-@pytest.mark.xfail(reason="being moved")
 def test_no_import_points_upward() -> None:
     """Deferred ones, those for type checkers alone, and strings that are imported, included."""
     assert not arrows_upward("piecewise_graph", LEVELS)
@@ -159,16 +157,15 @@ def test_the_only_way_up_is_the_table_of_lazy_names() -> None:
     )
     level = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
     upward = {m for m in GRAPH["piecewise_graph"] if level[room_of(m, 1)] > level["__init__"]}
-    assert upward == set(ast.literal_eval(table).values())
+    looked_for = {"piecewise_graph.custom_ops"}  # by a checkout that is not installed, and not imported
+    assert upward - looked_for == set(ast.literal_eval(table).values())
 
 
-@pytest.mark.xfail(reason="being moved")
 def test_no_files_import_one_another_in_a_circle() -> None:
     below = {**GRAPH, "piecewise_graph": {m for m in GRAPH["piecewise_graph"] if room_of(m, 1) in CORE}}
     list(TopologicalSorter(below).static_order())
 
 
-@pytest.mark.xfail(reason="being moved")
 def test_no_two_files_have_one_name() -> None:
     names = Counter(path.stem for path in FILES if path.stem not in SHARED_NAMES)
     assert not [name for name, count in names.items() if count > 1]
@@ -195,7 +192,7 @@ def torch_alone() -> set[str]:
         "import piecewise_graph",
         "import piecewise_graph.custom_ops.attention",
         "import piecewise_graph.eagle",
-        "import piecewise_graph.bench.options",
+        "import piecewise_graph.cli.commands",
     ],
 )
 def test_import_in_a_fresh_process_loads_nothing_heavy(statement: str, torch_alone: set[str]) -> None:
@@ -249,11 +246,7 @@ def _name(decorator: ast.expr) -> str:
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_functions_fit_on_a_screen_and_files_stay_short(path: Path) -> None:
     tree = parsed(path)
-    long = {
-        f.name: f.end_lineno - f.lineno + 1
-        for f in functions(tree)
-        if f.end_lineno - f.lineno >= LONG_FUNCTIONS.get(f.name, 60)
-    }
+    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions(tree) if f.end_lineno - f.lineno >= 60}
     assert not long
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LONG_FILES.get(path.stem, 335)
 
@@ -273,7 +266,7 @@ def code_lines(path: Path) -> int:
 
 
 # Lines of code: what stands. They fall; a feature may raise one by what it adds, said in its commit.
-BUDGETS = {"core": 6136, "eagle": 3272, "bench": 877, "custom_ops": 4091}
+BUDGETS = {"core": 5927, "eagle": 3088, "bench": 647, "cli": 520, "custom_ops": 4091}
 
 
 def part_of(path: Path) -> str:

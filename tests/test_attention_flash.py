@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from attention_cases import Case, Shape, check, check_cache, expected, make_case
 from test_attention import DECODE, MIXED, SHAPES
 from torch import Tensor
 
-from piecewise_graph.custom_ops.attention import AttentionBatch
-from piecewise_graph.custom_ops.attention.call import AttentionCall
-from piecewise_graph.custom_ops.attention.implementations import Mode, load
+from piecewise_graph.custom_ops.attention.implementations import load, serve, use
+from piecewise_graph.custom_ops.attention.modes import Mode
 from piecewise_graph.custom_ops.errors import AttentionError
 
 pytestmark = pytest.mark.gpu
@@ -52,10 +50,10 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def use(mode: Mode, batch: AttentionBatch, call: AttentionCall) -> None:
-    """Have `batch` served by this mode, whatever it would choose."""
+def use_always(mode: Mode, case: Case) -> None:
+    """Have the case served by this mode, whatever would be chosen."""
     for captured in (False, True):
-        batch._runs[call.traits, captured] = partial(mode.attend, batch, mode.prepare(batch, call))
+        use(mode, case.batch, case.call, captured)
 
 
 def capturable(name: str) -> Mode:
@@ -80,7 +78,7 @@ def test_it_equals_the_loop_or_names_one_that_can(
     case = make_case(SHAPES[shape], dtype=dtype, device=device, implementation=name)
     if shape in UNABLE[name]:
         with pytest.raises(AttentionError, match=r"use .*torch\."):
-            case.batch.run(case.call, captured=False)
+            serve(case.batch, case.call, captured=False)
     else:
         check(case, TOLERANCE)
 
@@ -90,8 +88,8 @@ def test_every_mode_equals_the_loop(shape: str, name: str, device: torch.device)
     served = 0
     for mode in load(name).modes:
         case = make_case(ALL[shape], dtype=torch.bfloat16, device=device, implementation=name)
-        if mode.lacks(case.call, case.batch, False) is None:
-            use(mode, case.batch, case.call)
+        if mode.reason(case.call, case.batch, False) is None:
+            use_always(mode, case)
             check(case, TOLERANCE)
             served += 1
     assert (served == 0) == (shape in UNABLE[name])
@@ -110,7 +108,7 @@ def poisoned(case: Case) -> tuple[Case, Tensor]:
     )
     for x in (q, k, v):
         x[padded] = float("nan")
-    call = dataclasses.replace(call, q=q, k=k, v=v, out=torch.full_like(q, float("nan")), memo={})
+    call = dataclasses.replace(call, q=q, k=k, v=v, out=torch.full_like(q, float("nan")))
     return dataclasses.replace(case, batch=batch, call=call), padded
 
 
@@ -119,9 +117,9 @@ def test_padding_becomes_zeros_and_is_read_by_nobody(shape: str, name: str, devi
     for mode in load(name).modes:
         case = make_case(SHAPES[shape], dtype=torch.bfloat16, device=device, implementation=name)
         case, padded = poisoned(case)
-        if mode.lacks(case.call, case.batch, False) is None:
-            use(mode, case.batch, case.call)
-            case.batch.run(case.call, captured=False)
+        if mode.reason(case.call, case.batch, False) is None:
+            use_always(mode, case)
+            serve(case.batch, case.call, captured=False)
             found, wanted = case.call.out.double().cpu(), expected(case)
             assert bool((found[padded.cpu()] == 0).all())
             live = ~padded.cpu()
@@ -141,8 +139,8 @@ def test_tensors_need_not_be_contiguous(layout: str, name: str, device: torch.de
             return torch.stack([x, x], 1).flatten(1, 2)[:, : x.shape[1]]
 
         q, k, v, out = (spread(x) for x in (call.q, call.k, call.v, call.out))
-        case = dataclasses.replace(case, call=dataclasses.replace(call, q=q, k=k, v=v, out=out, memo={}))
-        use(mode, case.batch, case.call)
+        case = dataclasses.replace(case, call=dataclasses.replace(call, q=q, k=k, v=v, out=out))
+        use_always(mode, case)
         check(case, TOLERANCE)
 
 
@@ -156,18 +154,18 @@ def test_a_captured_call_reads_what_its_batch_says_at_replay(
                   implementation=name, seed=seed)
         for seed, lengths in ((1, SHAPES[shape].lengths), (2, SHAPES[shape].lengths[::-1]))
     )  # fmt: skip
-    if mode.lacks(first.call, first.batch, True) is not None:
-        pytest.skip(mode.lacks(first.call, first.batch, True))
-    first.batch.run(first.call, captured=True)
+    if mode.reason(first.call, first.batch, True) is not None:
+        pytest.skip(mode.reason(first.call, first.batch, True))
+    serve(first.batch, first.call, captured=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        first.batch.run(first.call, captured=True)
+        serve(first.batch, first.call, captured=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     with torch.cuda.graph(graph):
-        first.batch.run(first.call, captured=True)
+        serve(first.batch, first.call, captured=True)
     for field in ("block_table", "seq_lens", "qo_indptr", "slot_mapping", "tree_mask"):
         if getattr(first.batch, field) is not None:
             getattr(first.batch, field).copy_(getattr(then.batch, field))
@@ -199,7 +197,7 @@ def test_planned_batches_of_one_cache_may_take_turns(device: torch.device) -> No
     ]
     other = dataclasses.replace(other, batch=dataclasses.replace(other.batch, kv_cache=cache))
     for case in (one, other):
-        use(planned, case.batch, case.call)
+        use_always(planned, case)
     for turn in (0, 1, 0):
         for layer, content in zip(layers, contents[turn], strict=True):
             layer.copy_(content)

@@ -18,6 +18,7 @@ from test_attention import SHAPES, shapes
 
 from piecewise_graph.custom_ops.attention import AttentionBatch
 from piecewise_graph.custom_ops.attention.call import AttentionCall
+from piecewise_graph.custom_ops.attention.implementations import serve
 from piecewise_graph.custom_ops.errors import AttentionError
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -60,7 +61,7 @@ def case_of(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 def state_of(case: Case):
     from piecewise_graph.custom_ops.attention.triton_attention import State
 
-    (attend,) = case.batch._runs.values()
+    (attend,) = case.batch.served_by.values()
     (state,) = (value for value in attend.args if isinstance(value, State))
     return state
 
@@ -102,7 +103,7 @@ class TestKernels:
     def test_rows_of_no_request_become_zeros_and_rows_beyond_the_batch_stay(self) -> None:
         case = case_of(Shape(((5, 1), (0, 7), (33, 3))))
         padded = with_padding(case, behind=3, beyond=2)
-        padded.batch.run(padded.call, captured=False)
+        serve(padded.batch, padded.call, captured=False)
         found = padded.call.out
         assert torch.equal(found[11:14], torch.zeros_like(found[11:14]))
         assert bool((found[14:] == 777.0).all())
@@ -111,7 +112,7 @@ class TestKernels:
 
     def test_a_call_keeps_no_batch_alive(self) -> None:
         case = case_of(SHAPES["decode"])
-        case.batch.run(case.call, captured=False)
+        serve(case.batch, case.call, captured=False)
         batch, call = weakref.ref(case.batch), case.call
         del case
         gc.collect()
@@ -153,7 +154,7 @@ class TestKernels:
         table = case.batch.block_table
         strided = dataclasses.replace(case.batch, block_table=table.t().contiguous().t())
         with pytest.raises(AttentionError, match="block_table"):
-            strided.run(case.call, captured=False)
+            serve(strided, case.call, captured=False)
 
 
 def with_layout(call: AttentionCall, layout: str) -> AttentionCall:
@@ -219,7 +220,7 @@ class TestCompiled:
 
 def captured(case: Case) -> Callable[[], None]:
     """The call of a case as a graph, where there are graphs."""
-    run = partial(case.batch.run, case.call, captured=True)
+    run = partial(serve, case.batch, case.call, captured=True)
     run()
     if INTERPRETED:
         return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,29 @@ def run(name: str, options: list[str], out: Path) -> dict[str, Any]:
         assert set(mark) == {"name", "value", "limit", "met"}
         assert mark["met"] == (mark["value"] <= mark["limit"])
     return found
+
+
+@pytest.mark.slow
+def test_suite_is_saved_and_compared(tmp_path: Path) -> None:
+    """`pytest benchmarks` as its users call it; one benchmark stands for all."""
+    root, results = Path(__file__).resolve().parents[1], tmp_path / "out.json"
+    kept = [f"--benchmark-storage={tmp_path}", "--benchmark-max-time=0.1"]
+    call = [sys.executable, "-m", "pytest", "-q", "benchmarks", "-k", "metadata and 4-16", *kept]
+    for options in ([f"--benchmark-json={results}", "--benchmark-save=first"], ["--benchmark-compare"]):
+        done = subprocess.run([*call, *options], cwd=root, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+    assert "first" in done.stdout  # the run that this one stands beside
+    (found,) = json.loads(results.read_text())["benchmarks"]
+    assert found["name"] == "test_metadata[4-16]" and found["stats"]["median"] > 0
+
+
+def test_suite_covers_every_stage() -> None:
+    suite = importlib.import_module("benchmarks.test_suite")
+    names = {name.removeprefix("test_") for name in vars(suite) if name.startswith("test_")}
+    assert names == {
+        "split_and_compile", "capture", "replay", "frozen_call", "decode_step", "attention", "metadata",
+        "round", "engine_step",
+    }  # fmt: skip
 
 
 def test_backend(tmp_path: Path) -> None:

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from internals import fail_capture, is_sealed, pool_of
 from torch import Tensor
-from toys import SIZES, Blocks, assert_same, compiled, fallbacks, rows
+from toys import SIZES, Blocks, assert_same, captured, compiled, fallbacks, rows, through_torch
 
 import piecewise_graph as pg
 from piecewise_graph.errors import CaptureError
-from piecewise_graph.graph_pool import GraphPool
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 LAYERS = 2
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model(device: torch.device) -> Blocks:
-    return Blocks(LAYERS).to(device)
-
-
-def captured(fast: Any, device: torch.device, **options: Any) -> Any:
-    return pg.capture(fast, lambda n: rows(n, device), progress=False, **options)
 
 
 def test_every_size_is_captured_largest_first(model: Blocks, device: torch.device) -> None:
@@ -42,7 +28,7 @@ def test_every_size_is_captured_largest_first(model: Blocks, device: torch.devic
     assert report.failed == {}
     assert report.seconds >= sum(bucket.seconds for bucket in report.captured) > 0
     assert report.buffer_bytes > 0
-    assert report.pool_bytes == fast.family.pool.bytes()
+    assert report.pool_bytes == pool_of(fast).bytes()
 
 
 def test_report_reads_well(model: Blocks, device: torch.device) -> None:
@@ -114,7 +100,7 @@ def test_sizes_that_are_no_capture_sizes_are_refused(
     fast = compiled(model)
     with pytest.raises(CaptureError, match=r"(?s)capture sizes.*\[4, 8\]"):
         captured(fast, device, sizes=sizes)
-    assert not fast.family.sealed
+    assert not is_sealed(fast)
 
 
 def test_empty_list_of_sizes_is_refused(model: Blocks, device: torch.device) -> None:
@@ -140,7 +126,7 @@ def test_make_inputs_may_return_any_form(form: str, model: Blocks, device: torch
 def test_make_inputs_of_another_size_is_named_with_the_size_asked_for(
     model: Blocks, device: torch.device
 ) -> None:
-    """A bucket must not go missing because make_inputs ignored its argument."""
+    """make_inputs that ignores its argument must not cost a bucket silently."""
     try:
         report = pg.capture(compiled(model), lambda n: rows(4, device), progress=False)
     except CaptureError as error:
@@ -177,14 +163,7 @@ def test_graphs_off_captures_nothing_and_says_so(model: Blocks, device: torch.de
 def test_out_of_memory_in_one_bucket_is_in_the_report(
     model: Blocks, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = GraphPool.capture
-
-    def failing(self: GraphPool, run: Any, inputs: Any) -> Any:
-        if any(isinstance(x, Tensor) and x.shape[:1] == (6,) for x in inputs):
-            raise torch.OutOfMemoryError("wanted 12 GiB")
-        return original(self, run, inputs)
-
-    monkeypatch.setattr(GraphPool, "capture", failing)
+    fail_capture(monkeypatch, torch.OutOfMemoryError("wanted 12 GiB"), at=6)
     fast = compiled(model, capture_sizes=[4, 6])
     report = captured(fast, device)
     assert [bucket.tokens for bucket in report.captured] == [4]
@@ -210,8 +189,7 @@ def test_progress_bar(
 def test_plain_torch_compile_is_captured_in_one_dynamic_trace(
     warm: bool, model: Blocks, device: torch.device
 ) -> None:
-    options = {"compiler": "eager", "capture_sizes": SIZES, "max_tokens": 8}
-    fast = torch.compile(model, backend="piecewise", options=options)
+    fast = through_torch(model)
     if warm:
         fast(rows(3, device))
     report = captured(fast, device)
@@ -227,6 +205,6 @@ def test_object_of_another_backend_is_refused(model: Blocks, device: torch.devic
         captured(torch.compile(model, backend="eager"), device)
 
 
-def test_model_that_nobody_compiled_is_refused(model: Blocks, device: torch.device) -> None:
+def test_model_that_was_not_compiled_is_refused(model: Blocks, device: torch.device) -> None:
     with pytest.raises(CaptureError, match="no piecewise trace"):
         captured(model, device)

@@ -1,4 +1,4 @@
-"""Ways to a wrong answer that were open once."""
+"""Calls that once gave a wrong answer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from internals import replace_linear_choice, replace_segment_timing
 from torch import Tensor, nn
 from torch.nn import functional as F
 from toys import ops, rows
 
 import piecewise_graph as pg
 from piecewise_graph import _torch
-from piecewise_graph.compiler import specialize
 from piecewise_graph.errors import MergedWeightsError
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Calls(nn.Module):
-    """Two linears and whatever `forward` is given."""
+    """Two linears and the given `forward`."""
 
     def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_rebind_after_one_parameter_was_replaced(merge: bool) -> None:
 
 
 def test_third_model_of_a_trace_that_shares_a_layer_is_refused_by_name() -> None:
-    """Its weight lies in the first one's layout, and the trace that all three share wants it merged."""
+    """The shared weight lies in the first model's merged tensor; the trace expects it in another."""
     models = [Calls(_pair) for _ in range(3)]
     models[2].a = models[0].a
     options = {"capture_sizes": [1, 4], "max_tokens": 4, "compiler": "eager", "merge_linears": True}
@@ -133,7 +133,7 @@ def _pair(self: Any, x: Tensor) -> Tensor:
 
 def test_strided_bias_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(specialize, "choose", lambda *given: asked.append(given))
+    replace_linear_choice(monkeypatch, lambda *given: asked.append(given))
     model = Calls(lambda self, x: ops.mix_padded(F.linear(x, self.a.weight, self.bias)))
     model.register_buffer("bias", torch.zeros(16)[::2])
     agrees(exact(model, specialize=[1]), model)
@@ -141,7 +141,7 @@ def test_strided_bias_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_traces_of_fixed_shapes_are_specialized_too() -> None:
-    """Plain torch.compile traces one token, and the first size, with fixed shapes."""
+    """Plain torch.compile traces one token and the first size with fixed shapes."""
     model = Calls(lambda self, x: ops.mix_padded(self.a(x)) + x)
     options = {"capture_sizes": [1, 4], "max_tokens": 4, "specialize": [1]}
     call = torch.compile(model, backend="piecewise", options=options)
@@ -157,8 +157,8 @@ def test_segments_that_write_what_they_are_given_are_timed_and_specialized(
         call()
         return 1.0
 
-    monkeypatch.setattr(specialize, "choose", lambda *_: {"16 16 2 4 1 1": 1.0, "library": 1.0})
-    monkeypatch.setattr(specialize.tuning, "graph_microseconds", microseconds)
+    replace_linear_choice(monkeypatch, lambda *_: {"16 16 2 4 1 1": 1.0, "library": 1.0})
+    replace_segment_timing(monkeypatch, microseconds)
 
     def run(self: Any, x: Tensor) -> Tensor:
         h = ops.mix_padded(self.a(x))
@@ -217,7 +217,7 @@ def _argmax_of_one(x: Tensor) -> Any:
 
 
 def _reused(x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> Any:
-    """The last kernel writes in a loop where the one before it reads: memory of a buffer that died."""
+    """The last kernel writes in a loop to memory of a dead buffer, which the kernel before it reads."""
     first = torch.sin((z @ w).view(64, 128)).transpose(0, 1).contiguous().cumsum(1)[:, -1]
     total = x + y
     return first, total @ w, (total * torch.rsqrt((total * total).mean(-1, keepdim=True) + 1e-6)) @ w
@@ -239,7 +239,7 @@ def test_kernels_wait_before_they_touch_memory(case: str, triton_code: Callable[
 
 
 class Scaled(nn.Module):
-    """A number of the module goes to a splitting op, as an attention's scale does."""
+    """A splitting op takes a number of the module, as attention takes its scale."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class Scaled(nn.Module):
 
 
 def test_models_of_a_class_that_differ_in_a_number_are_each_captured() -> None:
-    """Dynamo makes a symbol of what differed before on the same line, and symbolic floats cross no cut."""
+    """Dynamo makes a symbol of a number that differed before; a symbolic float cannot cross a cut."""
     for scale in (0.5, 0.25, 0.125):
         model = Scaled(scale)
         fast = pg.compile(model, compiler="eager", capture_sizes=[4], max_tokens=4, token_dim={"x": 0})

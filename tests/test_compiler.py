@@ -1,26 +1,22 @@
-"""One compile per distinct structure, and nothing of torch's control flow swallowed."""
+"""Each distinct structure is compiled once, and exceptions of torch's control flow pass through."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from internals import replace_compile
 from torch import Tensor, nn
-from toys import WIDTH, Blocks, assert_same, check, compiled, ops, rows
+from toys import WIDTH, Blocks, assert_same, check, compiled, ops, rows, through_torch
 
 import piecewise_graph as pg
-from piecewise_graph import _torch
 
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def distinct(model: Callable[..., Any], device: torch.device, *, count: int = 3) -> int:
@@ -32,7 +28,7 @@ def distinct(model: Callable[..., Any], device: torch.device, *, count: int = 3)
 
 @pytest.mark.parametrize("layers", [2, 3, 8])
 def test_equal_layers_share_one_compile(layers: int, device: torch.device) -> None:
-    """First, middle and last segment, however many layers."""
+    """Three structures for any number of layers: first, middle and last segment."""
     with pg.counters.expect(segments=layers + 1, compiles=3):
         check(Blocks(layers).to(device), device, counts=(3,))
 
@@ -42,11 +38,10 @@ def test_calls_and_buckets_do_not_compile_again(device: torch.device) -> None:
         check(Blocks(4).to(device), device)
 
 
-def test_traces_of_one_model_share_compiled_structures(device: torch.device) -> None:
-    """Plain torch.compile traces twice (fixed sizes, dynamic ones); a third trace of other flags is new."""
+def test_plain_torch_compile_compiles_the_structures_of_both_traces(device: torch.device) -> None:
+    """Plain torch.compile traces with fixed sizes, then with dynamic ones: 3 structures each."""
     model = Blocks(4).to(device)
-    options = {"compiler": "eager", "capture_sizes": [4, 8], "max_tokens": 8}
-    fast = torch.compile(model, backend="piecewise", options=options)
+    fast = through_torch(model)
     with pg.counters.expect(traces=2, compiles=2 * 3):
         for count in (3, 5, 6):
             x = rows(count, device)
@@ -55,7 +50,7 @@ def test_traces_of_one_model_share_compiled_structures(device: torch.device) -> 
 
 
 def in_layers(*steps: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Segment by segment `x -> step(x)`, cut by an op after each."""
+    """A model with a segment per step, and an op after each."""
 
     def model(x: Tensor) -> Tensor:
         for step in steps:
@@ -100,7 +95,7 @@ def test_weights_of_another_shape_are_another_structure(device: torch.device) ->
 
 
 def test_tied_weights_are_another_structure_than_two(device: torch.device) -> None:
-    """x @ a @ a may be compiled on the knowledge that both are one; x @ a @ b may not."""
+    """Code for `x @ a @ a` may rely on one weight; code for `x @ a @ b` may not."""
     a, b, c = (nn.Parameter(torch.randn(WIDTH, WIDTH, device=device)) for _ in range(3))
     model = in_layers(lambda x: x @ a @ a, lambda x: x @ b @ c)
     assert distinct(model, device) == 2
@@ -132,7 +127,7 @@ def test_tensor_constants_are_shared_only_where_they_are_one_object(device: torc
         assert_same(fast(x), model(x))
 
 
-def test_two_models_do_not_share_verdicts_or_structures(device: torch.device) -> None:
+def test_two_models_do_not_share_proofs_or_structures(device: torch.device) -> None:
     with pg.counters.expect(compiles=2 * 3):
         for _ in range(2):
             check(Blocks(2).to(device), device, counts=(3, 3))
@@ -159,18 +154,18 @@ def test_compilers_do_not_nest_cuda_graphs_or_freeze(device: torch.device) -> No
 def test_restart_raised_from_inside_a_compile_reaches_dynamo(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dynamo starts over, and the aborted call leaves no trace behind that explain would show."""
+    """Dynamo starts over, and the aborted call leaves no trace in pg.explain."""
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
-    compile_segment, raised = _torch.compile_segment, []
+    raised = []
 
-    def restart_once(*args: Any) -> Any:
+    def restart_once(compile_segment: Any, *args: Any) -> Any:
         if not raised:
             raised.append(True)
             raise TensorifyScalarRestartAnalysis(restart_reason="for the test")
         return compile_segment(*args)
 
-    monkeypatch.setattr(_torch, "compile_segment", restart_once)
+    replace_compile(monkeypatch, restart_once)
     model = Blocks(2).to(device)
     fast = compiled(model)
     x = rows(3, device)
@@ -183,16 +178,15 @@ def test_restart_raised_from_inside_a_compile_reaches_dynamo(
 def test_code_is_shared_by_traces_only_where_its_conditions_hold(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the compiler made one kind of code for up to 6 tokens and another for more."""
-    compile_segment = _torch.compile_segment
+    """Let the compiler make one kind of code for up to 6 tokens and another for more."""
 
-    def compile_by_size(gm: Any, inputs: Any, compiler: str) -> Any:
+    def compile_by_size(compile_segment: Any, gm: Any, inputs: Any, compiler: str) -> Any:
         size = next(x.shape[0] for x in inputs if isinstance(x, Tensor))
         large.append(bool(size > 6))  # asking makes the answer a condition of the trace
         return compile_segment(gm, inputs, compiler)
 
     large: list[bool] = []
-    monkeypatch.setattr(_torch, "compile_segment", compile_by_size)
+    replace_compile(monkeypatch, compile_by_size)
     model = Blocks(2).to(device)
     fast = compiled(model)
     for count, traces in ((5, 1), (6, 0), (7, 1), (8, 0), (4, 0)):
@@ -206,7 +200,7 @@ def test_compile_error_is_not_hidden(device: torch.device, monkeypatch: pytest.M
     def broken(*args: Any) -> Any:
         raise RuntimeError("the compiler is broken")
 
-    monkeypatch.setattr(_torch, "compile_segment", broken)
+    replace_compile(monkeypatch, broken)
     with pytest.raises(Exception, match="the compiler is broken"):
         compiled(Blocks().to(device))(rows(3, device))
 

@@ -77,11 +77,11 @@ def test_cache_dir_must_be_a_path(value: object) -> None:
 
 def test_cache_dir_survives_a_change_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "somebody"))
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
     wanted = str(tmp_path / "segments")
     assert pg.PiecewiseConfig(cache_dir="segments").cache_dir == wanted
     assert pg.PiecewiseConfig(cache_dir=Path("segments")) == pg.PiecewiseConfig(cache_dir=wanted)
-    assert pg.PiecewiseConfig(cache_dir="~/segments").cache_dir == str(tmp_path / "somebody" / "segments")
+    assert pg.PiecewiseConfig(cache_dir="~/segments").cache_dir == str(tmp_path / "user" / "segments")
 
 
 def test_sizes_are_sorted_without_repeats() -> None:
@@ -157,7 +157,7 @@ def test_environment_reaches_a_stack_that_passes_no_options(
 
 
 def catalogued(error: BaseException | None) -> PiecewiseError | None:
-    """The catalogue's error in a chain of causes, as Dynamo wraps what a backend raises."""
+    """The library's own error in a chain of causes: Dynamo wraps the errors of a backend."""
     while error is not None and not isinstance(error, PiecewiseError):
         error = getattr(error, "inner_exception", None) or error.__cause__
     return error

@@ -1,9 +1,8 @@
-"""pg.forward_context: one batch, one context, nothing left behind."""
+"""pg.forward_context: one context per batch, and nothing of it remains afterwards."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,18 +13,14 @@ from toys import assert_same, compiled, define, rows
 import piecewise_graph as pg
 from piecewise_graph.errors import ContextError
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 define(
     "scale_by_context(Tensor x) -> Tensor",
     lambda x: x * pg.get_forward_context().factor,
     torch.empty_like,
 )
 pg.register_splitting_op("toy::scale_by_context")
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def test_fields_are_attributes_inside_the_block_only() -> None:
@@ -83,7 +78,7 @@ def test_other_threads_do_not_see_it() -> None:
 
 @pytest.mark.parametrize("count", [3, 4, 9])
 def test_op_reads_the_context_of_its_own_call(count: int, device: torch.device) -> None:
-    """Replays and fallbacks alike: the value of the capture must not be baked in."""
+    """In replays and fallbacks alike: the value at capture must not stay."""
 
     def model(x: Tensor) -> Tensor:
         return torch.ops.toy.scale_by_context(x + 1) * 2

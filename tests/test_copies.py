@@ -32,7 +32,7 @@ class TestKernel:
         )
     )
     def test_copies_and_touches_nothing_else(self, kinds: list[tuple[torch.dtype, int, int]]) -> None:
-        """Destinations begin at odd places of a larger buffer, sources too."""
+        """Destinations and sources begin at odd offsets of larger buffers."""
         buffers = [torch.full((size + 8,), 7, dtype=dtype, device=DEVICE) for dtype, size, _ in kinds]
         destinations = [b[at : at + size] for b, (_, size, at) in zip(buffers, kinds, strict=True)]
         copy = bind_copy(destinations)

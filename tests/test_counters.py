@@ -22,9 +22,9 @@ def test_snapshot_has_every_name_and_is_a_copy(counters: Counters) -> None:
 
 
 def test_reasons_are_counted_apart_and_together(counters: Counters) -> None:
-    counters.fallback("autocast")
-    counters.fallback("no_tokens")
-    counters.unpadded("mixes_tokens", 3)
+    counters.add("fallbacks", reason="autocast")
+    counters.add("fallbacks", reason="no_tokens")
+    counters.add("unpadded_segments", 3, reason="mixes_tokens")
     found = counters.snapshot()
     assert found["fallbacks"] == found["fallbacks:autocast"] + found["fallbacks:no_tokens"] == 2
     assert found["unpadded_segments"] == found["unpadded_segments:mixes_tokens"] == 3
@@ -54,7 +54,7 @@ def test_expect_takes_reasons_that_never_occurred(counters: Counters) -> None:
 
 
 def test_expect_refuses_a_name_that_cannot_move(counters: Counters) -> None:
-    """A misspelt counter with an expected change of 0 would pass for ever."""
+    """A misspelt counter with an expected change of 0 would always pass."""
     with pytest.raises((AssertionError, KeyError, ValueError, TypeError)), counters.expect(replay=0):
         pass
 
@@ -65,7 +65,7 @@ def test_error_inside_expect_is_not_replaced(counters: Counters) -> None:
 
 
 def test_clear_zeroes_everything(counters: Counters) -> None:
-    counters.fallback("autocast")
+    counters.add("fallbacks", reason="autocast")
     counters.clear()
     assert counters.snapshot() == dict.fromkeys(NAMES, 0)
 

@@ -1,4 +1,4 @@
-"""The decision table of one call: pure, so every row is tested without a model."""
+"""The decision table of one call, row by row, without a model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from piecewise_graph.recorder.mode import FULL
 from piecewise_graph.runtime.dispatch import Action, Captured, Decision, Situation, decide
 
 LAZY = Situation(sizes=(4, 8), may_capture=True)
@@ -95,12 +96,12 @@ def test_every_decision_has_a_bucket_or_a_reason(tokens: int) -> None:
 
 # --- full graphs --------------------------------------------------------------------------------------
 
-FULL = replace(LAZY, full=Captured())
+ASKED = replace(LAZY, full=Captured())
 
 
 def test_full_graph_is_captured_and_replayed_where_it_is_asked_for() -> None:
-    assert decide(3, FULL) == Decision(Action.CAPTURE, 4, full=True)
-    assert decide(3, replace(FULL, full=Captured({4: True}))) == Decision(Action.REPLAY, 4, full=True)
+    assert decide(3, ASKED) == Decision(Action.CAPTURE, 4, mode=FULL)
+    assert decide(3, replace(ASKED, full=Captured({4: True}))) == Decision(Action.REPLAY, 4, mode=FULL)
 
 
 @pytest.mark.parametrize(
@@ -114,19 +115,19 @@ def test_full_graph_is_captured_and_replayed_where_it_is_asked_for() -> None:
 def test_call_that_cannot_be_one_graph_is_piecewise_and_says_why(
     change: dict[str, object], reason: str
 ) -> None:
-    given = replace(FULL, **change)  # type: ignore[arg-type]
+    given = replace(ASKED, **change)  # type: ignore[arg-type]
     assert decide(3, given) == Decision(Action.CAPTURE, 4, not_full=reason)
     given = replace(given, piecewise=Captured({4: True}))
     assert decide(3, given) == Decision(Action.REPLAY, 4, not_full=reason)
 
 
 def test_missing_full_graph_leaves_the_piecewise_tape_after_capture_is_sealed() -> None:
-    given = replace(FULL, may_capture=False)
+    given = replace(ASKED, may_capture=False)
     assert decide(3, given) == Decision(Action.COMPILED, None, "not_captured", not_full="not_captured")
     given = replace(given, piecewise=Captured({4: True}))
     assert decide(3, given) == Decision(Action.REPLAY, 4, not_full="not_captured")
 
 
 def test_unpaddable_full_graph_serves_its_exact_size() -> None:
-    given = replace(FULL, full=Captured({4: True}, unpaddable={4: "mixes_tokens"}))
-    assert decide(4, given) == Decision(Action.REPLAY, 4, full=True)
+    given = replace(ASKED, full=Captured({4: True}, unpaddable={4: "mixes_tokens"}))
+    assert decide(4, given) == Decision(Action.REPLAY, 4, mode=FULL)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from eagle_cases import prefill, resources
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import piecewise_graph as pg
 from piecewise_graph.eagle import DraftConfig, DraftModel, DraftShape, Speculator, SpeculatorError
-from piecewise_graph.eagle.rounds.prepared_round import ReadyRound
+from piecewise_graph.eagle.rounds.round import Round
 from piecewise_graph.errors import AddressMovedError
 
 VOCABULARY = 64
@@ -55,13 +56,13 @@ def test_round_that_was_interrupted_is_run_again(
     expected = speculator.generate(PROMPTS, **asked)
     engine, requests = speculator.session(PROMPTS, **asked)
     engine.step()
-    original = ReadyRound.launch
+    original = Round.launch
 
-    def interrupted(self: ReadyRound, running: Any) -> Any:
-        original(self, running)
+    def interrupted(*args: Any) -> Any:
+        original(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ReadyRound, "launch", interrupted)
+    monkeypatch.setattr(Round, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     monkeypatch.undo()
@@ -75,7 +76,7 @@ def test_prefill_that_was_interrupted_is_begun_anew(
 ) -> None:
     expected = speculator.generate(PROMPTS, max_new_tokens=8)
     engine, requests = speculator.session(PROMPTS, max_new_tokens=8)
-    monkeypatch.setattr(type(speculator._prefill), "launch", lambda *_: 1 / 0)
+    monkeypatch.setattr(type(prefill(speculator)), "launch", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
     assert engine.unfinished == len(PROMPTS)
@@ -92,12 +93,12 @@ def test_second_engine_is_refused_until_the_first_is_closed(speculator: Speculat
         speculator.generate(PROMPTS, max_new_tokens=3)
     speculator.close()
     assert speculator.generate(PROMPTS, max_new_tokens=3)
-    assert speculator._workshop.table.open_slots == ()
+    assert resources(speculator).table.open_slots == ()
 
 
 def test_moved_weight_is_refused_before_graphs_read_it(speculator: Speculator) -> None:
     speculator.generate(PROMPTS, max_new_tokens=4)
-    weight = speculator._workshop.models.target.module.model.lm_head.inner.weight
+    weight = resources(speculator).target.model.lm_head.inner.weight
     before = weight.data
     weight.data = before.clone()
     with pytest.raises(AddressMovedError, match=r"lm_head.*weight"):
@@ -108,7 +109,7 @@ def test_moved_weight_is_refused_before_graphs_read_it(speculator: Speculator) -
 
 def test_weights_written_in_place_are_seen(speculator: Speculator) -> None:
     before = speculator.generate(PROMPTS, max_new_tokens=8)
-    weight = speculator._workshop.models.target.module.model.lm_head.inner.weight
+    weight = resources(speculator).target.model.lm_head.inner.weight
     with torch.no_grad():
         weight.copy_(weight.flip(0))
     after = speculator.generate(PROMPTS, max_new_tokens=8)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from eagle_cases import prefill, resources
 from transformers import AutoModelForCausalLM
 
 import piecewise_graph as pg
@@ -72,14 +73,14 @@ def test_draft_catches_up_with_rounds_that_ran_without_it(
     for _ in range(1 + plain_rounds):  # prefill is a step of its own
         engine.step()
     with torch.no_grad():
-        speculator._prefill.catch_up(requests)
+        prefill(speculator).catch_up(requests)
     slots = [request.slot for request in requests]
-    found = speculator._workshop.state.logits[slots].clone()
+    found = resources(speculator).state.logits[slots].clone()
     longer = [[*r.prompt, *r.tokens[:-1]] for r in requests]
     engine.close()
     fresh, again = speculator.session(longer, max_new_tokens=1)
     fresh.step()  # prefill is all there is to do
-    expected = speculator._workshop.state.logits[[request.slot for request in again]]
+    expected = resources(speculator).state.logits[[request.slot for request in again]]
     if plain_rounds <= 64:
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     else:  # the oldest tokens are lost to the draft: still a draft, but another one
@@ -92,12 +93,12 @@ def test_planner_gives_the_tokens_of_plain_decoding(speculator: Speculator) -> N
     tokens, statistics = speculator.generate(prompts(1), shape="auto", **asked)
     assert tokens == plain
     assert statistics.total.num_tokens >= PROBE_EVERY - 1
-    assert {place[0] for place in speculator.planner.latest} <= set(speculator.batch_sizes)
+    assert {key[0] for key in speculator.planner.latest} <= set(speculator.batch_sizes)
 
 
 def test_sessions_step_by_step_and_give_everything_back(speculator: Speculator, stepped: Any) -> None:
     expected = speculator.generate(prompts(), max_new_tokens=20)
-    table = speculator._workshop.table
+    table = resources(speculator).table
     free = table.free_pages
     engine, requests = stepped(max_new_tokens=20)
     assert engine.unfinished == len(TEXTS)

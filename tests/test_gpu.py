@@ -1,4 +1,4 @@
-"""What only a GPU can show: streams, pool memory, captures that fail, captures inside captures."""
+"""What only a GPU shows: streams, pool memory, failed captures, captures inside captures."""
 
 import gc
 
@@ -64,7 +64,7 @@ def test_graphs_are_replayed_on_a_gpu():
 @torch.no_grad()
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_a_call_is_ordered_with_the_callers_stream(own_stream):
-    """The input is still being computed when the call is made, and overwritten right after it."""
+    """The input is still being computed at the call, and is overwritten right after it."""
     model, compiled = build()
     slow = torch.randn(4096, 4096, device="cuda")
     x = inputs(16)

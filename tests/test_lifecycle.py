@@ -1,37 +1,34 @@
-"""Build, capture, release, tear down, a thousand times: nothing grows, and nobody else notices."""
+"""Build, capture, release and tear down, a thousand times: nothing grows, and other engines stay right."""
 
 from __future__ import annotations
 
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from internals import after_capture
 from torch import Tensor, nn
 from toys import WIDTH, Blocks, assert_same, compiled, new_pool, ops, rows
 
 import piecewise_graph as pg
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # looking at every object wakes deprecated ones
+pytestmark = [
+    pytest.mark.usefixtures("no_grad"),
+    pytest.mark.filterwarnings("ignore"),  # looking at every object wakes deprecated ones
+]
 
 MIB = 2**20
 
 
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
 @dataclass(frozen=True)
 class Held:
-    """What is alive: objects of any kind, those of this library, tensors with memory, and device bytes."""
+    """What is alive: all objects, objects of this library, tensors with memory, and device bytes."""
 
     objects: int
     ours: int
@@ -44,7 +41,7 @@ def held() -> Held:
     gc.collect()
     objects = gc.get_objects()
     ours = sum(type(thing).__module__.startswith("piecewise_graph") for thing in objects)
-    tensors = sum(isinstance(thing, Tensor) and type(thing).__name__ != "FakeTensor" for thing in objects)
+    tensors = sum(issubclass(kind, Tensor) and kind.__name__ != "FakeTensor" for kind in map(type, objects))
     device = (0, 0)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -62,7 +59,7 @@ def resident_bytes() -> int:
 
 @contextmanager
 def old_objects_aside() -> Iterator[None]:
-    """A garbage collection looks at what is new: the library collects before each capture on a GPU."""
+    """Keep old objects out of garbage collections: the library collects before each capture on a GPU."""
     gc.collect()
     gc.freeze()
     try:
@@ -72,10 +69,10 @@ def old_objects_aside() -> Iterator[None]:
 
 
 def assert_no_growth(cycle: Callable[[], None], cycles: int, *, objects: int, resident: int) -> None:
-    """Device bytes, tensors and our own objects are the same after `cycles` as after a tenth of them.
+    """Assert as many device bytes, tensors and objects of ours after `cycles` as after a tenth of them.
 
     Args:
-        objects: how many objects of others may be left over.
+        objects: how many other objects may be left over.
         resident: bytes by which the process may grow.
     """
     with old_objects_aside():
@@ -146,8 +143,10 @@ class Tiny(nn.Module):
     ],
 )
 def test_models_are_built_and_dropped_without_growth(cycles: int, shared: bool, device: torch.device) -> None:
-    """What torch keeps of each trace (up to 500 objects, 100 KB, behind the sizes in its cache of fake
-    tensors) it keeps with backend="eager" too."""
+    """Torch keeps up to 500 objects (100 KB) of each trace, behind the sizes in its cache of fake tensors.
+
+    It does so with backend="eager" too.
+    """
     x = rows(3, device)
     one_pool = pg.GraphPool() if shared else None
 
@@ -164,18 +163,15 @@ def test_models_are_built_and_dropped_without_growth(cycles: int, shared: bool, 
 
 
 def test_failed_captures_leave_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what was captured before the failure, nor what the error's traceback holds."""
-    original = pg.GraphPool.capture
+    """Graphs captured before the failure are freed, and so is what the error's traceback holds."""
 
-    def failing(self: pg.GraphPool, run: Any, inputs: Any, **options: Any) -> Any:
-        replay, outputs = original(self, run, inputs, **options)
+    def fail_at_the_third(outputs: Sequence[Tensor]) -> None:
         captured.append(weakref.ref(outputs[0]))
         if len(captured) == 3:  # of a bucket's three segments the last one
             raise torch.OutOfMemoryError("wanted 12 GiB")
-        return replay, outputs
 
     captured: list[weakref.ref[Tensor]] = []
-    monkeypatch.setattr(pg.GraphPool, "capture", failing)
+    after_capture(monkeypatch, fail_at_the_third)
     pool = pg.GraphPool()
     fast = compiled(Blocks(2).to(device), pool=pool, capture_sizes=[4], max_tokens=4)
     x = rows(3, device)
@@ -196,7 +192,7 @@ TEARDOWNS = ("deleted", "released", "dynamo reset", "reset", "all of it")
 
 
 class Engine:
-    """A model, what pg.compile and pg.freeze made of it, and whether they are right."""
+    """A model, its compiled model and its frozen call, compared with eager."""
 
     def __init__(self, layers: int, pool: pg.GraphPool, device: torch.device) -> None:
         self.model, self.pool, self.device = Blocks(layers).to(device), pool, device
@@ -204,7 +200,7 @@ class Engine:
         self.frozen = pg.freeze(self.fast, rows(3, device))
 
     def serve(self) -> list[tuple[Tensor, Tensor]]:
-        """(found, wanted) for every path and several counts, all kept until the end."""
+        """Collect (found, wanted) of every path at several counts."""
         pairs = []
         for count in (8, 3, 3, 1, 6, 9, 8):
             x = rows(count, self.device)
@@ -217,7 +213,7 @@ class Engine:
 
 
 def tear_down(engines: list[Engine], how: str) -> None:
-    """The first engine of the list goes; the list holds it alone."""
+    """Tear down the first engine of the list, which holds the only reference."""
     goes = engines.pop(0)
     pool, gone = goes.pool, weakref.ref(goes.fast)
     if how in ("deleted", "all of it"):
@@ -255,7 +251,7 @@ def test_one_of_two_engines_goes_and_the_other_is_still_right(
 
 @pytest.mark.parametrize("shared", [False, True], ids=["pool each", "one pool"])
 def test_engine_that_stays_keeps_what_it_had(shared: bool, device: torch.device) -> None:
-    """Its graphs stay, and with a pool of its own the other's memory goes."""
+    """Its graphs stay; where pools are separate, the memory of the other engine is freed."""
     pools = [new_pool()] * 2 if shared else [new_pool(), new_pool()]
     engines = [Engine(layers, pool, device) for layers, pool in zip((3, 2), pools, strict=True)]
     for engine in engines:

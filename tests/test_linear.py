@@ -14,8 +14,8 @@ from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, s
 from torch import Tensor
 
 from piecewise_graph.compiler import linear_choice
-from piecewise_graph.kernels.linear import MAX_TOKENS, Plan, linear_few
-from piecewise_graph.kernels.linear.plans import candidates, is_plan
+from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig, linear_few
+from piecewise_graph.kernels.linear.kernel_configs import candidates, is_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = settings(max_examples=15 if INTERPRETED else 60)
@@ -24,6 +24,7 @@ DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 
 
+@pytest.mark.slow
 @starts_the_interpreter
 def test_kernels_in_the_interpreter() -> None:
     assert_passes_interpreted(__file__)
@@ -41,7 +42,7 @@ def assert_right(x: Tensor, weight: Tensor, bias: Tensor | None, plan: list[int]
         x.double(), weight.double(), None if bias is None else bias.double()
     )
     found = linear_few(x, weight, bias, plan)
-    splits = Plan(*plan).splits if plan else 1
+    splits = KernelConfig(*plan).splits if plan else 1
     if splits > 1:
         assert found.dtype == torch.float32 and found.shape == (splits, *expected.shape)
         found = found.sum(0)
@@ -51,7 +52,7 @@ def assert_right(x: Tensor, weight: Tensor, bias: Tensor | None, plan: list[int]
 
 
 PLANS = st.builds(
-    Plan,
+    KernelConfig,
     block_n=st.sampled_from([1, 4, 16]),
     block_k=st.sampled_from([16, 64]),
     splits=st.sampled_from([1, 2, 4]),
@@ -72,7 +73,9 @@ class TestKernels:
         st.booleans(),
         st.sampled_from(DTYPES),
     )
-    def test_one_row(self, plan: Plan, rows: int, columns: int, bias: bool, dtype: torch.dtype) -> None:
+    def test_one_row(
+        self, plan: KernelConfig, rows: int, columns: int, bias: bool, dtype: torch.dtype
+    ) -> None:
         x, weight, b = operands(1, rows, columns, dtype)
         assert_right(x, weight, b if bias else None, list(plan))
 
@@ -86,7 +89,7 @@ class TestKernels:
         st.sampled_from(DTYPES),
     )
     def test_few_rows(
-        self, plan: Plan, tokens: int, rows: int, columns: int, bias: bool, dtype: torch.dtype
+        self, plan: KernelConfig, tokens: int, rows: int, columns: int, bias: bool, dtype: torch.dtype
     ) -> None:
         x, weight, b = operands(tokens, rows, columns, dtype)
         plan = plan._replace(block_n=max(plan.block_n, 16))  # the shortest side of a matrix product
@@ -101,8 +104,8 @@ class TestKernels:
         for plan in fitting:
             assert_right(x, weight, bias, list(plan))
 
-    def fits(self, x: Tensor, weight: Tensor, plan: Plan) -> bool:
-        """Some want more shared memory than there is, for many tokens; measuring passes them over."""
+    def fits(self, x: Tensor, weight: Tensor, plan: KernelConfig) -> bool:
+        """Plans that need more shared memory than there is are passed over when measuring."""
         from triton.runtime.errors import OutOfResources
 
         try:
@@ -114,7 +117,7 @@ class TestKernels:
 
 @settings(max_examples=40)
 @given(PLANS, st.integers(1, 6), st.integers(1, 40), st.integers(1, 150), st.booleans())
-def test_reference_is_a_linear(plan: Plan, tokens: int, rows: int, columns: int, bias: bool) -> None:
+def test_reference_is_a_linear(plan: KernelConfig, tokens: int, rows: int, columns: int, bias: bool) -> None:
     if INTERPRETED or DEVICE.type == "cuda":
         return
     x, weight, b = operands(tokens, rows, columns, torch.float32)
@@ -144,7 +147,7 @@ def test_opcheck(plan: list[int]) -> None:
 def test_dependent_kernels_wait_before_they_touch_memory(
     name: str, blocks: tuple[int, ...], trigger: bool
 ) -> None:
-    """In the code for Hopper, which is made without one; dependents may start after the wait only."""
+    """In code for Hopper, which compiles without one. Dependent kernels may start after the wait only."""
     triton = pytest.importorskip("triton")
     from piecewise_graph.kernels.linear import linear_kernels
 
@@ -165,8 +168,8 @@ def test_dependent_kernels_wait_before_they_touch_memory(
 def test_candidates_fit_and_are_known_by_name(tokens: int, rows: int, columns: int) -> None:
     for plan in candidates(tokens, rows, columns):
         assert tokens <= MAX_TOKENS and plan.block_n <= rows and plan.block_k * plan.splits <= columns
-        assert is_plan(" ".join(map(str, plan)))
-    assert not is_plan("1 2 3") and not is_plan("") and not is_plan("library")
+        assert is_config(" ".join(map(str, plan)))
+    assert not is_config("1 2 3") and not is_config("") and not is_config("library")
 
 
 @pytest.mark.gpu
@@ -213,6 +216,6 @@ def test_handicaps_decide_close_calls_only() -> None:
 
 
 def test_a_way_names_what_the_op_takes() -> None:
-    assert linear_choice.plan_of("generated") is None
-    assert linear_choice.plan_of("library") == []
-    assert linear_choice.plan_of("1 512 4 8 1 0") == [1, 512, 4, 8, 1, 0]
+    assert linear_choice.config_of("generated") is None
+    assert linear_choice.config_of("library") == []
+    assert linear_choice.config_of("1 512 4 8 1 0") == [1, 512, 4, 8, 1, 0]

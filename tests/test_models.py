@@ -1,4 +1,4 @@
-"""Eight unmodified models of transformers: piecewise gives eager's answers, by the graphs that it promises.
+"""Eight unmodified models of transformers: answers like eager's, with as many graphs as promised.
 
 Tolerance: float32, 1e-4 of the largest eager value. Runs differ by rounding alone (measured: at most 1e-6
 on a CPU, where Mixtral sorts its tokens by expert in another order when the batch is padded).
@@ -25,7 +25,7 @@ EDGES = sorted({size + step for size in BUCKETS for step in (-1, 0, 1)} - {0})
 
 
 def token_counts(seed: int, total: int) -> list[int]:
-    """`total` counts in random order: 1, every bucket edge and its neighbours, 64 and random ones."""
+    """`total` token counts in random order: 1, bucket edges and their neighbours, 64, random counts."""
     chance = random.Random(seed)
     others = chance.sample([n for n in range(1, 80) if n not in (*EDGES, 64)], total - len(EDGES) - 1)
     counts = [*EDGES, 64, *others]
@@ -34,7 +34,7 @@ def token_counts(seed: int, total: int) -> list[int]:
 
 
 def expected_counters(counts: Sequence[int], layers: int) -> dict[str, int]:
-    """What a sweep over `counts` does, from the first trace on."""
+    """The counters that a sweep over `counts` moves."""
     in_range = [n for n in counts if n <= MAX_TOKENS]
     touched = {BUCKETS[bisect_left(BUCKETS, n)] for n in in_range}
     segments = layers + 1  # before, between and after one attention per layer
@@ -60,7 +60,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def sweep(name: str, counts: Sequence[int], compiler: str, device: torch.device) -> None:
-    """Compare with eager at each of `counts`, and every counter with its formula."""
+    """Compare with eager at every count, and every counter with its formula."""
     model = build(name, LAYERS, device)
     compiled = pg.compile(model, max_tokens=MAX_TOKENS, compiler=compiler)
     assert pg.PiecewiseConfig(max_tokens=MAX_TOKENS).sizes == BUCKETS
@@ -78,6 +78,7 @@ def test_equals_eager_at_thirty_token_counts_from_one_trace(name: str, device: t
     sweep(name, counts, "eager", device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "gpt2"])
 def test_equals_eager_when_inductor_compiles_the_segments(name: str, device: torch.device) -> None:
     sweep(name, [13, 1, 2, 5, 16, 9, 17, 32, 33, 64, 24, 1, 31], "inductor", device)
@@ -88,7 +89,7 @@ def test_equals_eager_when_inductor_compiles_the_segments(name: str, device: tor
 def test_sliding_windows_are_right_whatever_size_was_traced_first(
     name: str, first: int, device: torch.device
 ) -> None:
-    """The window (16) is larger than some sizes and smaller than others."""
+    """The window of 16 is larger than some sizes and smaller than others."""
     sweep(name, [first, 15, 16, 17, 18, 32, 3, 64], "eager", device)
 
 
@@ -106,7 +107,7 @@ def test_equal_layers_compile_once(device: torch.device) -> None:
 
 
 def test_structures_shared_by_layers_use_each_layers_own_weights(device: torch.device) -> None:
-    """Zeroing the weights of a middle layer shows in the output: it is not another layer's code and data."""
+    """Zeroing the weights of a middle layer changes the output: layers share code, not weights."""
     model = build("llama", 5, device)
     compiled = pg.compile(model, max_tokens=MAX_TOKENS, compiler="eager")
     ids = random_ids(6, device=device)

@@ -1,17 +1,18 @@
-"""Padding cannot change live rows: what a bucket holds past the live tokens never reaches an answer.
+"""Padding cannot change live rows: rows past the live tokens never reach an answer.
 
-A segment that would let it through runs at the exact size instead, and that is counted.
+A segment that would mix them in runs at the exact size instead, and that is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import toys
+from internals import static_tails
 from models import NAMES, build, call, random_ids, rows
 from torch import Tensor, nn
 
@@ -58,7 +59,7 @@ def test_every_count_in_range_replays_a_padded_bucket(name: str, device: torch.d
 
 
 def test_last_row_is_right_and_its_segment_runs_unpadded(device: torch.device) -> None:
-    """`logits_to_keep=1` slices `[:, -1:]`, which in a padded bucket is a row of garbage."""
+    """`logits_to_keep=1` slices `[:, -1:]`, which is a padded row in a padded bucket."""
     model = build("llama", layers=2, device=device)
     compiled = pg.compile(model, max_tokens=MAX_TOKENS, compiler="eager")
     tapes = len(BUCKETS)
@@ -85,7 +86,7 @@ def test_last_row_is_right_and_its_segment_runs_unpadded(device: torch.device) -
 
 
 class Tokens(nn.Module):
-    """`formula` over rows that went through a linear layer and an attention."""
+    """`formula` over rows after a linear layer and an attention."""
 
     def __init__(self, formula: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -148,29 +149,29 @@ def test_mixing_segments_are_right_and_counted(formula: Any, device: torch.devic
 
 @pytest.mark.parametrize("formula", MIXING.values(), ids=MIXING)
 def test_mixing_segments_are_right_when_small_batches_come_first(formula: Any, device: torch.device) -> None:
-    """A bucket of one token has no tail: what is captured there proves nothing about the others."""
+    """A bucket of one token has no padded rows, so its capture proves nothing about larger buckets."""
     assert_right(Tokens(formula).to(device), (1, 2, *SHUFFLED, 1))
 
 
 def test_a_mixing_view_that_cannot_be_copied_out_falls_back(device: torch.device) -> None:
-    """`x[-1:]` alone shares its storage with what it views: padded counts run compiled, with the reason."""
+    """`x[-1:]` shares its storage with its base: padded counts run compiled, and the reason is counted."""
     padded = len(set(SHUFFLED) - set(BUCKETS))
     with pg.counters.expect(tapes=len(BUCKETS), replays=0, **{"fallbacks:mixes_tokens": padded}):
         assert_right(Tokens(lambda x: x[-1:]).to(device), SHUFFLED)
 
 
 def test_size_dependence_that_begins_at_some_count_is_seen(device: torch.device) -> None:
-    """At few tokens the quotient is 0, padded or not; a proof made there does not hold above."""
+    """At few tokens the quotient is 0, padded or not. A proof made there must not count for more tokens."""
     assert_right(Tokens(lambda x: x * (1 + x.shape[0] // 12)).to(device), (3, 2, 5, 9, *SHUFFLED, 10))
 
 
 def test_reduction_over_the_first_rows_is_seen(device: torch.device) -> None:
-    """With all of the first four rows live, nothing mixes; with fewer, padding does."""
+    """Padding mixes in only where fewer than four rows are live."""
     assert_right(Tokens(lambda x: x[:4].sum(0)).to(device), (16, 8, 13, 9, *SHUFFLED, 3, 2, 3))
 
 
 class OfIds(nn.Module):
-    """`formula` over integer ids, which are padded with zeros, not with garbage."""
+    """`formula` over integer ids, which are padded with zeros."""
 
     def __init__(self, formula: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -201,8 +202,8 @@ def test_reductions_over_ids_are_right(formula: Any, device: torch.device) -> No
         assert_same(compiled(ids), model(ids))
 
 
-def test_verdict_of_a_later_trace_is_its_own(device: torch.device) -> None:
-    """One structure, two traces (the model branches on the count): proven in one, mixing in the other."""
+def test_later_trace_is_proven_by_itself(device: torch.device) -> None:
+    """The model branches on the count: one structure in two traces, and only one of them mixes tokens."""
 
     class Branching(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -214,7 +215,7 @@ def test_verdict_of_a_later_trace_is_its_own(device: torch.device) -> None:
 
 
 def test_a_live_nan_is_no_leak(device: torch.device) -> None:
-    """A live NaN is an answer, not a leak: the proof must not take it for one, nor spread it."""
+    """A live NaN is an answer: the proof must neither take it for a padded value nor spread it."""
     model = Tokens(lambda x: x.relu()).to(device)
     compiled = pg.compile(model, token_dim={"x": 0}, max_tokens=MAX_TOKENS, compiler="eager")
     with pg.counters.expect(unpadded_segments=0, fallbacks=0):
@@ -228,7 +229,7 @@ def test_a_live_nan_is_no_leak(device: torch.device) -> None:
 
 
 def assert_same(got: Tensor, want: Tensor) -> None:
-    """Equal but for the rounding of another tile shape or expert order."""
+    """Assert equality up to the rounding of another tile shape or expert order."""
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -240,7 +241,7 @@ def assert_right(model: nn.Module, counts: Sequence[int]) -> None:
 
 
 def poison_tails(compiled: Any, bucket: int, live: int) -> int:
-    """Fill what lies past `live` in the static tensors of `bucket`; returns how many were filled."""
+    """Fill the rows past `live` in the static tensors of `bucket`; returns how many were filled."""
     filled = 0
     for tail in static_tails(compiled, bucket, live):
         if tail.is_floating_point():
@@ -251,21 +252,8 @@ def poison_tails(compiled: Any, bucket: int, live: int) -> int:
     return filled
 
 
-def static_tails(compiled: Any, bucket: int, live: int) -> Iterator[Tensor]:
-    """Through the runtime's internals: input buffers, graph outputs and bridge buffers past `live`."""
-    for runtime in compiled.family.runtimes:
-        program, tape = runtime.program, runtime.piecewise.tapes[bucket].tape
-        for slot, value in tape.values.items():
-            given = program.split.inputs[slot] if slot < len(program.split.inputs) else None
-            spec = program.split.specs[slot]
-            if spec is None or (given is not None and given.bound):
-                continue
-            for dim in spec.token_dims(program.token):
-                yield value.narrow(dim, live, bucket - live)
-
-
 def test_ids_that_are_all_zero_prove_nothing(device: torch.device) -> None:
-    """Until ids tell rows apart, a padded bucket is not used; the calls are right, and counted."""
+    """Until ids differ between rows, padded buckets are not used; the calls are right and counted."""
     model = build("llama", layers=2, device=device)
     compiled = pg.compile(model, max_tokens=MAX_TOKENS, compiler="eager")
     zeros = call("llama", torch.zeros(1, 11, dtype=torch.long, device=device))
@@ -280,7 +268,7 @@ def test_ids_that_are_all_zero_prove_nothing(device: torch.device) -> None:
 
 @pytest.mark.parametrize("inline", [False, True], ids=["allocated by a graph", "allocated once"])
 def test_padded_rows_of_indices_that_an_op_fills_are_legal(inline: bool, device: torch.device) -> None:
-    """The op fills live rows alone; on a GPU an illegal index in the others would kill the context."""
+    """The op fills live rows only. On a GPU an illegal index in a padded row would kill the context."""
     model = toys.Chooses(inline).to(device)
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is filled with the largest integer
     try:

@@ -69,7 +69,7 @@ IMPOSSIBLE: dict[str, tuple[Any, type[Exception], str]] = {
     "never opened": (lambda a, b, c: ([4], [1], [1]), CacheError, "slot 4 is not open"),
     "out of range": (lambda a, b, c: ([2**40], [1], [1]), CacheError, "is not open"),
     "negative slot": (lambda a, b, c: ([-1], [1], [1]), CacheError, "slot -1 is not open"),
-    "the sink": (lambda a, b, c: ([0], [1], [1]), CacheError, "slot 0 is not open"),
+    "the null slot": (lambda a, b, c: ([0], [1], [1]), CacheError, "slot 0 is not open"),
     "twice": (lambda a, b, c: ([a, a], [1, 2], [1, 3]), AttentionError, "is named twice"),
 }
 

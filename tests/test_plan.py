@@ -1,58 +1,47 @@
-"""pg.plan against what capturing takes, and the budget that follows from it."""
+"""pg.plan: planned bytes against the bytes that capturing takes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import models
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from internals import fail_capture, pool_of
 from torch import Tensor, nn
-from toys import SIZES, WIDTH, Blocks, Chooses, assert_same, compiled, fallbacks, ops, rows
+from toys import (
+    SIZES,
+    WIDTH,
+    Blocks,
+    Chooses,
+    assert_same,
+    called,
+    captured,
+    compiled,
+    ops,
+    rows,
+)
 
 import piecewise_graph as pg
 from piecewise_graph.buckets import default_capture_sizes
-from piecewise_graph.errors import CaptureError, ConfigError, NotCompiledError
-from piecewise_graph.recorder.memory_plan import _TrialPool, largest_to_drop
+from piecewise_graph.errors import CaptureError, NotCompiledError
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 
 LAYERS = 2
 ROW = WIDTH * 4  # bytes of one float32 token
 MIB = 2**20
 
 
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def model(device: torch.device) -> Blocks:
-    return Blocks(LAYERS).to(device)
-
-
-def called(model: Any, device: torch.device, **options: Any) -> Any:
-    """A compiled model that has been traced and has captured nothing."""
-    fast = compiled(model, **({"capture": "explicit"} | options))
-    fast(rows(3, device))
-    return fast
-
-
-def captured(fast: Any, device: torch.device, **options: Any) -> Any:
-    return pg.capture(fast, lambda n: rows(n, device), progress=False, **options)
-
-
 def slack(device: torch.device) -> int:
-    """Of the GPU's allocator, which hands out 2 MiB at once; a CPU's stand-ins count to the byte."""
+    """Bytes of the GPU's allocator, which hands out 2 MiB at once; stand-ins on a CPU are exact."""
     return 2 * MIB if device.type == "cuda" else 0
 
 
 def assert_as_planned(plan: Any, report: Any, device: torch.device) -> None:
-    """Within 10 % of what was taken, bucket by bucket and together; on a CPU to the byte."""
+    """Assert that every bucket and the sum are within 10 % of what was taken; exact on a CPU."""
     assert [b.tokens for b in plan.buckets] == [b.tokens for b in report.captured]
     assert [b.graphs for b in plan.buckets] == [b.graphs for b in report.captured]
     assert [b.graph_bytes for b in plan.buckets] == [b.planned_bytes for b in report.captured]
@@ -67,7 +56,7 @@ def assert_as_planned(plan: Any, report: Any, device: torch.device) -> None:
 
 
 class Strange(nn.Module):
-    """Segments of every kind: outputs that share storage, one that only allocates, one that casts."""
+    """Segments with outputs that share storage, one that only allocates, and one that casts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +76,7 @@ class Strange(nn.Module):
 
 
 class Unpadded(nn.Module):
-    """One segment divides by the token count: it runs uncaptured, into buffers."""
+    """One segment divides by the token count, so it runs uncaptured, into buffers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.mix(ops.mix(x * 2) / x.shape[0]) + 1
@@ -142,7 +131,7 @@ def test_plan_by_formula(model: Blocks, device: torch.device) -> None:
 
 def test_planning_captures_nothing_and_counts_nothing(model: Blocks, device: torch.device) -> None:
     fast = called(model, device)
-    before, pool = pg.counters.snapshot(), fast.family.pool
+    before, pool = pg.counters.snapshot(), pool_of(fast)
     pg.plan(fast)
     assert pg.counters.snapshot() == before
     assert pool.bytes() == pg.explain(fast).buffer_bytes == 0
@@ -150,7 +139,7 @@ def test_planning_captures_nothing_and_counts_nothing(model: Blocks, device: tor
 
 
 def test_planning_calls_no_splitting_op(device: torch.device) -> None:
-    """What it would append to a cache would stay there."""
+    """The op would append to a cache, and the rows would stay there."""
     cache = torch.zeros(WIDTH, device=device)
 
     class Caching(nn.Module):
@@ -211,14 +200,7 @@ def test_bucket_that_cannot_run_is_named_and_the_others_are_planned(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast = called(Blocks(LAYERS).to(device), device, capture_sizes=[4, 6])
-    original = _TrialPool.capture
-
-    def failing(self: Any, run: Any, inputs: Any, **options: Any) -> Any:
-        if any(isinstance(x, Tensor) and x.shape[:1] == (6,) for x in inputs):
-            raise torch.OutOfMemoryError("wanted 12 GiB")
-        return original(self, run, inputs, **options)
-
-    monkeypatch.setattr(_TrialPool, "capture", failing)
+    fail_capture(monkeypatch, torch.OutOfMemoryError("wanted 12 GiB"), at=6, of="plan")
     plan = pg.plan(fast)
     assert [b.tokens for b in plan.buckets] == [4]
     assert "wanted 12 GiB" in plan.dropped[6]
@@ -252,9 +234,9 @@ def test_without_a_plan_nothing_is_said_of_one(model: Blocks, device: torch.devi
 
 
 def test_traces_of_one_model_share_the_planned_pool(device: torch.device) -> None:
-    """A graph break makes two traces of one forward; each has its rows, under its number in pg.explain.
+    """A graph break makes two traces of one forward, each with rows under its number in pg.explain.
 
-    Behind the break Dynamo sees a fixed size first: that trace, number 1, serves no capture size.
+    Behind the break Dynamo sees a fixed size first. That trace, number 1, serves no capture size.
     """
 
     def broken(x: Tensor) -> Tensor:
@@ -287,144 +269,6 @@ def test_llama_is_planned_with_all_default_sizes(device: torch.device) -> None:
     assert [b.tokens for b in plan.buckets] == sorted(default_capture_sizes(512), reverse=True)
     assert len(plan.buckets) == 19
     assert_as_planned(plan, report, device)
-
-
-# --- the budget ---------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 100)), st.integers(0, 100))
-def test_as_few_of_the_largest_are_dropped_as_the_budget_allows(needs: list[int], budget: int) -> None:
-    dropped = largest_to_drop(iter(needs), budget)
-    kept = needs[len(dropped) :]
-    assert needs == dropped + kept
-    assert all(need > budget for need in dropped)
-    assert not kept or kept[0] <= budget
-
-
-def test_needs_are_read_no_further_than_necessary() -> None:
-    needs = iter([9, 7, 3, 1])
-    assert largest_to_drop(needs, 4) == [9, 7]
-    assert list(needs) == [1]
-
-
-def needed(plan: Any, tokens: int) -> int:
-    return sum(b.graph_bytes for b in plan.buckets if b.tokens <= tokens)
-
-
-def budgeted(device: torch.device, **options: Any) -> tuple[nn.Module, Any]:
-    """A model for 64, 2 and 1 tokens whose budget has room for 2 and 1."""
-    model = Blocks(LAYERS)
-    model.linears = nn.ModuleList(nn.Identity() for _ in range(LAYERS))  # any width
-    sizes = {"capture_sizes": [1, 2, 64], "max_tokens": 64}
-    probe = compiled(model, capture="explicit", **sizes)
-    probe(wide(2, device))
-    limit = pg.plan(probe, sizes=[1, 2]).pool_bytes
-    assert pg.plan(probe).pool_bytes > limit
-    return model, compiled(model, max_graph_bytes=limit, **sizes, **options)
-
-
-def wide(count: int, device: torch.device) -> Tensor:
-    return rows(count, device, 65536 if device.type == "cuda" else WIDTH)
-
-
-def test_largest_bucket_that_does_not_fit_is_not_captured(device: torch.device) -> None:
-    model, fast = budgeted(device)
-    report = pg.capture(fast, lambda n: wide(n, device), progress=False)
-    limit = fast.family.config.max_graph_bytes
-    assert [b.tokens for b in report.captured] == [2, 1]
-    assert report.pool_bytes <= limit
-    assert list(report.failed) == [64]
-    assert f"max_graph_bytes is {limit}" in report.failed[64]
-    assert "not captured: 64 tokens: over_budget" in str(report)
-    assert "not captured: 64 tokens: over_budget" in str(pg.explain(fast))
-    with pg.counters.expect(replays=2, tapes=0, **{"fallbacks:over_budget": 2}):
-        for count in (1, 2, 3, 64):
-            x = wide(count, device)
-            assert_same(fast(x), model(x))
-
-
-def test_lazy_capture_keeps_to_the_same_budget(device: torch.device) -> None:
-    model, fast = budgeted(device)
-    with pg.counters.expect(tapes=2, replays=2, **{"fallbacks:over_budget": 2}):
-        for count in (1, 1, 50, 2, 2, 50):
-            x = wide(count, device)
-            assert_same(fast(x), model(x))
-    assert fast.family.pool.bytes() <= fast.family.config.max_graph_bytes
-    assert fallbacks(fast) == {"over_budget": 2}
-    assert list(pg.explain(fast).over_budget) == [64]
-
-
-def test_budget_for_nothing_is_an_error_of_capture_and_a_count_of_calls(device: torch.device) -> None:
-    fast = compiled(Blocks(LAYERS).to(device), max_graph_bytes=1)
-    with pytest.raises(CaptureError, match=r"(?s)captured nothing.*over_budget.*max_graph_bytes is 1"):
-        captured(fast, device)
-    lazy = compiled(Blocks(LAYERS).to(device), max_graph_bytes=1)
-    with pg.counters.expect(tapes=0, **{"fallbacks:over_budget": 3}):
-        for count in (3, 8, 3):
-            lazy(rows(count, device))
-
-
-def test_budget_that_has_room_for_all_changes_nothing(model: Blocks, device: torch.device) -> None:
-    fast = compiled(model, max_graph_bytes=2**40)
-    report = captured(fast, device)
-    assert [b.tokens for b in report.captured] == [8, 4]
-    assert report.failed == {}
-    assert pg.explain(fast).over_budget == {}
-
-
-def test_sizes_captured_before_count_against_the_budget(device: torch.device) -> None:
-    _, fast = budgeted(device)
-    pg.capture(fast, lambda n: wide(n, device), sizes=[2], progress=False)
-    with pytest.raises(CaptureError, match="over_budget: 64 tokens"):
-        pg.capture(fast, lambda n: wide(n, device), sizes=[64], progress=False)
-
-
-def test_subset_that_was_planned_before_is_no_way_around_the_budget(device: torch.device) -> None:
-    _, fast = budgeted(device)
-    fast(wide(2, device))
-    assert pg.plan(fast, sizes=[1]).dropped == {}
-    with pg.counters.expect(tapes=0, **{"fallbacks:over_budget": 1}):
-        fast(wide(64, device))
-
-
-def test_trace_of_a_fixed_size_keeps_to_the_budget(device: torch.device) -> None:
-    """Plain torch.compile traces its first size as a constant, whatever the capture sizes are."""
-    options = {"compiler": "eager", "capture_sizes": [2], "max_tokens": 64, "max_graph_bytes": 1}
-    model = Blocks(LAYERS).to(device)
-    fast = torch.compile(model, backend="piecewise", options=options)
-    with pg.counters.expect(tapes=0, **{"fallbacks:over_budget": 2}):
-        for _ in range(2):
-            x = rows(3, device)
-            assert_same(fast(x), model(x))
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, "1GiB", True])
-def test_budget_that_is_no_number_of_bytes_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="max_graph_bytes"):
-        pg.PiecewiseConfig(max_graph_bytes=value)
-
-
-def test_budget_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIECEWISE_GRAPH_MAX_GRAPH_BYTES", "1048576")
-    assert pg.PiecewiseConfig.from_options(None).max_graph_bytes == MIB
-
-
-def test_out_of_memory_says_what_was_planned_and_names_the_option(
-    model: Blocks, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fast = called(model, device, capture_sizes=[4, 6])
-    planned = {b.tokens: b.graph_bytes for b in pg.plan(fast).buckets}
-    original = pg.GraphPool.capture
-
-    def failing(self: pg.GraphPool, run: Any, inputs: Any, **options: Any) -> Any:
-        if type(self) is pg.GraphPool and any(isinstance(x, Tensor) and x.shape[:1] == (6,) for x in inputs):
-            raise torch.OutOfMemoryError("wanted 12 GiB")
-        return original(self, run, inputs, **options)
-
-    monkeypatch.setattr(pg.GraphPool, "capture", failing)
-    why = captured(fast, device).failed[6]
-    for part in ("6 tokens", "wanted 12 GiB", f"planned: {planned[6]} bytes", "max_graph_bytes"):
-        assert part in why
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------

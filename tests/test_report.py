@@ -1,30 +1,25 @@
-"""pg.explain: for people and for programs."""
+"""pg.explain: its text and its JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import WIDTH, Blocks, compiled, ops, rows
+from toys import WIDTH, Blocks, compiled, ops, rows, through_torch
 
 import piecewise_graph as pg
 from piecewise_graph.errors import NotCompiledError
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 LAYERS = 3
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture
 def used(device: torch.device) -> tuple[Blocks, object]:
-    """A model that was called with 3, 3, 4, 8 and 9 tokens, and what pg.compile returned."""
+    """A model and its compiled model after calls with 3, 3, 4, 8 and 9 tokens."""
     model = Blocks(LAYERS).to(device)
     fast = compiled(model)
     for count in (3, 3, 4, 8, 9):
@@ -96,23 +91,21 @@ def test_trace_of_a_range_shows_it(device: torch.device) -> None:
 
 
 def test_plain_torch_compile_is_found_by_its_weights_and_by_its_code(device: torch.device) -> None:
-    options = {"compiler": "eager", "max_tokens": 8}
     model = Blocks(LAYERS).to(device)
-    by_weights = torch.compile(model, backend="piecewise", options=options)
+    by_weights = through_torch(model)
     by_weights(rows(3, device))
     assert pg.explain(by_weights).traces[0].segments == LAYERS + 1
 
     def function(x: Tensor) -> Tensor:
         return ops.mix(x * 2)
 
-    by_code = torch.compile(function, backend="piecewise", options=options)
+    by_code = through_torch(function)
     by_code(rows(3, device))
     assert pg.explain(by_code).traces[0].splitting_ops == {"toy::mix": 1}
 
 
 def test_two_models_of_one_class_are_told_apart(device: torch.device) -> None:
-    options = {"compiler": "eager", "max_tokens": 8}
-    models = [torch.compile(Blocks(n).to(device), backend="piecewise", options=options) for n in (1, 4)]
+    models = [through_torch(Blocks(n).to(device)) for n in (1, 4)]
     for fast in models:
         fast(rows(3, device))
     assert [pg.explain(fast).traces[-1].segments for fast in models] == [1 + 1, 4 + 1]
@@ -134,3 +127,24 @@ def test_explain_changes_nothing(used: tuple[Blocks, object], device: torch.devi
     first = pg.explain(used[1]).to_dict()
     assert pg.explain(used[1]).to_dict() == first
     assert pg.counters.snapshot() == before
+
+
+@pytest.mark.parametrize("outputs", ["copy", "static"])
+def test_frozen_replays_are_counted_like_all_others(outputs: str, device: torch.device) -> None:
+    fast = compiled(Blocks(LAYERS).to(device), outputs=outputs)
+    frozen = pg.freeze(fast, rows(3, device))  # captures the bucket of 4
+    for count in (3, 4, 2, 3, 8, 8):
+        frozen(rows(count, device))
+    fast(rows(4, device))
+    (trace,) = pg.explain(fast).traces
+    assert [(b.tokens, b.replays) for b in trace.buckets] == [(4, 4 + 1), (8, 1)]
+
+
+def test_replays_are_counted_where_the_tape_is(device: torch.device) -> None:
+    """A call that asked for a full graph and got the piecewise one counts there."""
+    fast = compiled(Blocks(LAYERS).to(device))
+    with pg.forward_context(full_graph=True), pg.counters.expect(**{"not_full:op_not_capturable": 3}):
+        for _ in range(3):
+            fast(rows(4, device))
+    (trace,) = pg.explain(fast).traces
+    assert [(b.tokens, b.mode, b.replays) for b in trace.buckets] == [(4, "piecewise", 2)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from piecewise_graph.bench.segments import segment_events
+from piecewise_graph.bench.trace import segment_events
 
 
 def phase(name: str, ts: float, dur: float, tid: int = 1) -> dict[str, Any]:

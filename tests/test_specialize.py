@@ -1,4 +1,4 @@
-"""`specialize`: code for the exact size of a bucket, which must give what the code for all sizes gives."""
+"""`specialize`: code for the exact size of a bucket gives the same results as code for all sizes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from internals import exact_codes, replace_exact_compile, replace_linear_choice, replace_segment_timing
 from torch import Tensor, nn
 
 import piecewise_graph as pg
-from piecewise_graph import _torch
-from piecewise_graph.compiler import specialize
 from piecewise_graph.errors import ConfigError
-from piecewise_graph.frontend.lookup import family_for
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -40,12 +38,6 @@ def model() -> nn.Module:
     return nn.Sequential(Block(), Block()).eval()
 
 
-def exact_codes(compiled: Any) -> list[tuple[int, Any]]:
-    family = family_for(compiled)
-    assert family is not None
-    return [(size, code) for s in family.compiled.values() for size, code in s.exact.items()]
-
-
 def test_answers_are_those_of_the_model(device: torch.device) -> None:
     module = model().to(device)
     compiled = pg.compile(module, capture_sizes=SIZES, max_tokens=8, token_dim={"input": 0}, specialize=EXACT)
@@ -58,14 +50,14 @@ def test_answers_are_those_of_the_model(device: torch.device) -> None:
 
 
 def test_linears_are_replaced_where_another_kernel_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU nothing is faster, so the choice is made here; the op's reference computes it."""
+    """On a CPU no kernel is faster, so the test chooses one; the op's reference computes it."""
     asked = []
 
     def choose(tokens: int, weight: Tensor, bias: Tensor | None, cache_dir: str | None) -> dict[str, float]:
         asked.append((tokens, tuple(weight.shape), bias is not None))
         return {"16 16 2 4 1 1": 1.0 if bias is None else 3.0, "library": 2.0}
 
-    monkeypatch.setattr(specialize, "choose", choose)
+    replace_linear_choice(monkeypatch, choose)
     module = model()
     compiled = pg.compile(module, capture_sizes=SIZES, max_tokens=8, token_dim={"input": 0}, specialize=EXACT)
     for tokens in (4, 1, 3, 4, 1):
@@ -87,8 +79,8 @@ def test_close_calls_are_decided_by_timing_the_whole_segment(monkeypatch: pytest
         timed.append(call)
         return 5.0 if len(timed) % 2 else 4.0
 
-    monkeypatch.setattr(specialize, "choose", choose)
-    monkeypatch.setattr(specialize.tuning, "graph_microseconds", microseconds)
+    replace_linear_choice(monkeypatch, choose)
+    replace_segment_timing(monkeypatch, microseconds)
     module = model()
     compiled = pg.compile(module, capture_sizes=SIZES, max_tokens=8, token_dim={"input": 0}, specialize=[4])
     x = torch.randn(4, 32)
@@ -99,13 +91,11 @@ def test_close_calls_are_decided_by_timing_the_whole_segment(monkeypatch: pytest
 
 
 def test_code_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = _torch.compile_exact
-
-    def wrong(gm: Any, inputs: Sequence[Tensor], **options: bool) -> Any:
+    def wrong(honest: Any, gm: Any, inputs: Sequence[Tensor], **options: bool) -> Any:
         run = honest(gm, inputs, **options)
         return lambda *args: [out * 1.5 for out in run(*args)]
 
-    monkeypatch.setattr(_torch, "compile_exact", wrong)
+    replace_exact_compile(monkeypatch, wrong)
     module = model()
     compiled = pg.compile(module, capture_sizes=SIZES, max_tokens=8, token_dim={"input": 0}, specialize=[4])
     with pg.counters.expect(specialized=0, not_specialized=DISTINCT):
@@ -116,15 +106,15 @@ def test_code_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_code_that_does_not_compile_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(gm: Any, inputs: Sequence[Tensor], **options: bool) -> Any:
+    def broken(original: Any, gm: Any, inputs: Sequence[Tensor], **options: bool) -> Any:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(_torch, "compile_exact", broken)
+    replace_exact_compile(monkeypatch, broken)
     module = model()
     compiled = pg.compile(module, capture_sizes=SIZES, max_tokens=8, token_dim={"input": 0}, specialize=[4])
     with pg.counters.expect(specialized=0, not_specialized=DISTINCT):
         compiled(torch.randn(4, 32))
-    assert all("no such kernel" in code.refused for _, code in exact_codes(compiled))
+    assert all("no such kernel" in code.reason for _, code in exact_codes(compiled))
     x = torch.randn(4, 32)
     torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
 
@@ -146,7 +136,7 @@ def test_other_compilers_have_nothing_to_specialize() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
 def test_decode_steps_on_a_gpu(bias: bool) -> None:
-    """bfloat16 and sizes at which kernels of ours are candidates."""
+    """bfloat16, and sizes for which our kernels are candidates."""
 
     class Wide(nn.Module):
         def __init__(self) -> None:

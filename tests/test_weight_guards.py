@@ -1,12 +1,12 @@
 """A weight that became another kind of tensor reaches another trace.
 
-The inputs look the same, so only guards on the weights (or what takes their place) can tell. The answer is
-eager's, or an error names the weight.
+The inputs look the same, so only guards on the weights can tell. The answer is eager's, or an error names the
+weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from toys import SIZES, WIDTH, assert_same, compiled, ops
+from toys import WIDTH, assert_same, compiled, ops, through_torch
 
 import piecewise_graph as pg
 from piecewise_graph.errors import AddressMovedError, TraceError
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 DTYPES = (torch.float64, torch.bfloat16, torch.float16)
 REPLAYED: dict[str, Any] = {}
@@ -25,14 +27,8 @@ UNCAPTURED: dict[str, Any] = {"cuda_graphs": "off"}
 both_ways = pytest.mark.parametrize("options", [REPLAYED, UNCAPTURED], ids=["replayed", "compiled"])
 
 
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
 class Decoder(nn.Module):
-    """Takes ids, which stay integers whatever the weights are. 2 segments around one op."""
+    """Takes ids, which stay integers for any dtype of the weights. 2 segments around one op."""
 
     def __init__(self, *, bias: bool = True, tied: bool = False) -> None:
         super().__init__()
@@ -58,7 +54,7 @@ class Broken(Decoder):
 
 
 class Asks(Decoder):
-    """`kind` is no input of the graph: only its dtype is looked at."""
+    """The graph does not take `kind`; the model only looks at its dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +206,7 @@ def test_parameter_that_is_only_asked_for_its_dtype(options: Any, device: torch.
 def test_second_frame_has_guards_of_its_own(options: Any, device: torch.device) -> None:
     model = Broken().to(device)
     fast = of(model, **options)
-    with pg.counters.expect(traces=2 + 1):  # two frames, of which the second is first traced at 3 tokens
+    with pg.counters.expect(traces=2 + 1):  # two frames; the second one is first traced at 3 tokens
         agree(fast, model, device)
     with pg.counters.expect(traces=1):  # of the second frame
         model.head.weight.data = model.head.weight.data.t()
@@ -248,15 +244,9 @@ def test_bias_that_appears_is_added(options: Any, device: torch.device) -> None:
 @both_ways
 @pytest.mark.parametrize("entry", ["pg.compile", "torch.compile"])
 def test_two_models_of_one_class_and_two_dtypes(entry: str, options: Any, device: torch.device) -> None:
-    """Dynamo may hand one of them the function that was built for the other."""
+    """Dynamo may call one model with the function built for the other."""
     models = [Decoder().to(device), Decoder().to(device).double()]
-    asked = {"compiler": "eager", "capture_sizes": SIZES, "max_tokens": SIZES[-1], **options}
-    fast = [
-        of(model, **options)
-        if entry == "pg.compile"
-        else torch.compile(model, backend="piecewise", options=asked)
-        for model in models
-    ]
+    fast = [(of if entry == "pg.compile" else through_torch)(model, **options) for model in models]
     for _ in range(2):
         for model, call in zip(models, fast, strict=True):
             agree(call, model, device)
@@ -275,7 +265,7 @@ def test_every_setting_of_check_sees_another_kind(options: Any, device: torch.de
 
 
 def test_pruned_weight_which_is_no_parameter_any_more(device: torch.device) -> None:
-    """torch.nn.utils.prune takes `weight` out of the parameters and puts a tensor in its place."""
+    """torch.nn.utils.prune replaces the parameter `weight` with a plain tensor."""
     from torch.nn.utils import prune
 
     model = Decoder().to(device)

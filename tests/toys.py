@@ -1,7 +1,7 @@
-"""Toy splitting ops and models that tests share: each op is wrong in a visible way when it is misused.
+"""Toy splitting ops, models and callers that tests share.
 
-The ops live in the namespace `toy`. They take tokens in dimension 0, and those that mix tokens do it
-through the mean, so that a single padded row would change every live one.
+The ops live in the namespace `toy` and take tokens in dimension 0. Misuse shows in their results: ops that
+mix tokens subtract the mean, so one padded row changes every live row.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,8 @@ LIBRARY = torch.library.Library("toy", "FRAGMENT")
 WIDTH = 8
 SIZES = [4, 8]
 COUNTS = (3, 3, 4, 1, 2, 6, 8, 5, 6, 9)  # first calls, replays, both edges of both buckets, above them
+BUCKETS, ABOVE = 2, 1  # of COUNTS: buckets that are met, calls above them
+REPLAYS = len(COUNTS) - BUCKETS - ABOVE
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ _seen: list[Seen] | None = None
 
 @contextmanager
 def watching() -> Iterator[list[Seen]]:
-    """Collect the calls of toy ops that really ran (tracing runs their fakes)."""
+    """Collect the calls of toy ops that ran. Tracing runs their fakes, which are not collected."""
     global _seen  # noqa: PLW0603
     _seen = found = []
     try:
@@ -99,9 +103,16 @@ def _choose(x: Tensor, out: Tensor) -> None:
 
 
 def _append(x: Tensor, cache: Tensor) -> None:
-    """Adds up what it was given: a second call, or a padded one, shows."""
+    """Add up the rows: a second call, or a call with padded rows, changes the sum."""
     note("append", x)
     cache.add_(x.sum(0))
+
+
+HOOK: list[Callable[[Tensor], Tensor]] = [lambda x: x]  # what toy::call_back runs
+
+
+def _call_back(x: Tensor) -> Tensor:
+    return HOOK[0](x)
 
 
 def _stack(xs: Sequence[Tensor]) -> Tensor:
@@ -117,9 +128,20 @@ define("mix_strided(Tensor x) -> Tensor", _mix_strided, torch.empty_like)
 define("mix_padded(Tensor x) -> Tensor", _mix_padded, torch.empty_like)
 define("halve(Tensor(a!) x) -> ()", _halve, lambda x: None)
 define("append(Tensor x, Tensor(a!) cache) -> ()", _append, lambda x, cache: None)
+define("call_back(Tensor x) -> Tensor", _call_back, torch.empty_like)
 define("mix_list(Tensor[] xs) -> Tensor", _stack, lambda xs: torch.empty_like(xs[0]))
 
-for _op in ("mix", "mix_out", "choose", "mix_pair", "mix_strided", "halve", "append", "mix_list"):
+for _op in (
+    "mix",
+    "mix_out",
+    "choose",
+    "mix_pair",
+    "mix_strided",
+    "halve",
+    "append",
+    "mix_list",
+    "call_back",
+):
     pg.register_splitting_op(f"toy::{_op}")
 pg.register_splitting_op("toy::mix_padded", padded=True)
 
@@ -139,11 +161,18 @@ class Blocks(nn.Module):
         return x * 2
 
 
+class Weighs(nn.Module):
+    """Two inputs with tokens in dimension 0; one goes through an op."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ops.mix(x * 2) + y
+
+
 class Chooses(nn.Module):
-    """An op fills indices that the next segment looks up.
+    """An op fills indices, and the next segment looks them up.
 
     Args:
-        inline: the segment that allocates them does nothing else.
+        inline: the segment that allocates the indices does nothing else.
     """
 
     def __init__(self, inline: bool = False) -> None:
@@ -157,14 +186,42 @@ class Chooses(nn.Module):
 
 
 def compiled(model: Callable[..., Any], **options: Any) -> Any:
-    """`pg.compile` for models that take `x` with tokens in dimension 0, quick by default."""
+    """`pg.compile` a model of `x` with tokens in dimension 0; by default without Inductor, at SIZES."""
     token_dim = options.pop("token_dim", {"x": 0})
     defaults = {"compiler": "eager", "capture_sizes": SIZES, "max_tokens": SIZES[-1], "pool": new_pool()}
     return pg.compile(model, token_dim=token_dim, **(defaults | options))
 
 
+def through_torch(model: Callable[..., Any], *, dynamic: bool | None = None, **options: Any) -> Any:
+    """Plain `torch.compile` with our backend, with the same defaults as `compiled`."""
+    defaults = {"compiler": "eager", "capture_sizes": SIZES, "max_tokens": SIZES[-1]}
+    return torch.compile(model, backend="piecewise", dynamic=dynamic, options=defaults | options)
+
+
+BOTH = pytest.mark.parametrize(
+    "entry", [compiled, partial(through_torch, dynamic=True)], ids=["pg.compile", "torch.compile"]
+)
+
+
+def called(model: Callable[..., Any], device: torch.device, **options: Any) -> Any:
+    """A compiled model that was traced by one call and has captured nothing."""
+    fast = compiled(model, **({"capture": "explicit"} | options))
+    fast(rows(3, device))
+    return fast
+
+
+def captured(fast: Any, device: torch.device, **options: Any) -> Any:
+    """The report of `pg.capture` for a model of one input `x`."""
+    return pg.capture(fast, lambda n: rows(n, device), progress=False, **options)
+
+
+def frozen(model: Callable[..., Any], device: torch.device, **options: Any) -> Any:
+    """The frozen call of a model of one input `x`."""
+    return pg.freeze(compiled(model, **options), rows(3, device))
+
+
 def new_pool() -> pg.GraphPool:
-    """On a CPU, stand-in graphs spoil what nobody should read any more."""
+    """A pool that on a CPU overwrites memory which must not be read any more."""
     return pg.GraphPool(poison=not torch.cuda.is_available())
 
 
@@ -173,7 +230,7 @@ def rows(count: int, device: torch.device, width: int = WIDTH) -> Tensor:
 
 
 def assert_same(found: Any, wanted: Any) -> None:
-    """Equal within rounding, tuples element by element."""
+    """Assert equality within rounding; tuples and lists element by element."""
     if isinstance(wanted, Tensor):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     elif isinstance(wanted, (tuple, list)):
@@ -192,10 +249,11 @@ def check(
     expect: dict[str, int] | None = None,
     **options: Any,
 ) -> Any:
-    """Compile `model` and compare it with eager at `counts`; returns what pg.compile returned.
+    """Compile `model`, compare it with eager at every count, and return the compiled model.
 
     Args:
-        expect: counters that all calls together move.
+        counts: tokens of each call, in order.
+        expect: counter -> by how much all calls together move it.
     """
     fast = compiled(model, **options)
     with pg.counters.expect(**(expect or {})):
@@ -206,8 +264,23 @@ def check(
     return fast
 
 
+def counts_of(segments: int, op_steps: int, *, inline: int = 0) -> dict[str, int]:
+    """The counters that `check` moves for a model of `segments` segments, all of them padded."""
+    return {
+        "traces": 1,
+        "segments": segments,
+        "inline_segments": inline,
+        "op_steps": op_steps,
+        "tapes": BUCKETS,
+        "captures": BUCKETS * segments,
+        "replays": REPLAYS,
+        "fallbacks": ABOVE,
+        "unpadded_segments": 0,
+    }
+
+
 def fallbacks(fast: Any) -> dict[str, int]:
-    """Reason -> calls, over all traces of a model."""
+    """Reason -> calls, summed over all traces of a model."""
     found: dict[str, int] = {}
     report = pg.explain(fast)
     found.update(report.fallbacks)

@@ -3,9 +3,9 @@
 See split_kernels.py for how the work is divided.
 
 Note [New tokens]
-What the batch adds is read from `k` and `v`, never from the cache: the cache holds the tokens before. So the
-launch that reads the cache may also write it. Of the programs that serve the same rows and KV head, the one
-with the last split writes. A request's new tokens may not be another's old ones in the same batch.
+The batch's own tokens are read from `k` and `v`, never from the cache, which holds the tokens before them. So
+the launch that reads the cache may also write it. Of the programs that serve the same rows and KV head, the
+one with the last split writes. A request's new tokens may not be another's old ones in the same batch.
 """
 
 import triton
@@ -27,12 +27,8 @@ def _zero_tail(
     d = tl.arange(0, DIM)
     g = tl.arange(0, GROUP_POW2)
     for row in range(tl.load(qo_indptr + requests) + item, num_tokens, tl.num_programs(1)):
-        at = (
-            out
-            + (tl.full([], 0, tl.int64) + row) * out_row
-            + (head * GROUP + g)[:, None] * out_head
-            + d[None, :]
-        )
+        start = out + (tl.full([], 0, tl.int64) + row) * out_row
+        at = start + (head * GROUP + g)[:, None] * out_head + d[None, :]
         zeros = tl.zeros([GROUP_POW2, DIM], out.dtype.element_ty)
         tl.store(at, zeros, mask=(g < GROUP)[:, None] & (d < HEAD_DIM)[None, :])
 
@@ -177,7 +173,7 @@ def attend_kernel(
     q_at = q + (row_zero + row).to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
     q_tile = tl.load(q_at[:, None] + d[None, :], mask=here, other=0.0)
 
-    # Note [New tokens]: loaded here and stored at the end, so that nobody waits.
+    # Note [New tokens]: loaded here and stored at the end, to hide the latency.
     i = tl.arange(0, triton.next_power_of_2(BLOCK_Q))
     writes = (i < live_rows) & (split == splits - 1)
     new_row = (row_zero + first_row + i).to(tl.int64)
@@ -207,12 +203,8 @@ def attend_kernel(
             n = tl.arange(0, BLOCK_N)
             for low in range(0, mask_width, BLOCK_N):
                 there = row_there[:, None] & (low + n < mask_width)[None, :]
-                position += tl.sum(
-                    tl.load(mask_rows[:, None] + (low + n)[None, :] * mask_column, mask=there, other=0).to(
-                        tl.int32
-                    ),
-                    1,
-                )
+                drawn = mask_rows[:, None] + (low + n)[None, :] * mask_column
+                position += tl.sum(tl.load(drawn, mask=there, other=0).to(tl.int32), 1)
     elif WINDOW:
         begin = tl.maximum(begin, tl.maximum(old + first_row - window + 1, 0) // BLOCK_N * BLOCK_N)
     lo = begin

@@ -1,16 +1,17 @@
-"""Schema, fake and dispatch of `piecewise::attention`. Needs torch only; kernels live elsewhere.
+"""Schema, fake and dispatch of `piecewise::attention`. It needs torch only; kernels live elsewhere.
 
-Defined through `torch.library.Library` and not through `torch.library.custom_op`, whose Python wrapper
-costs several times the dispatch of a plain op on every call. On the steady path not even that is paid: a tape
-calls what `bind` returned.
+The op is defined through `torch.library.Library`. The Python wrapper of `torch.library.custom_op` would cost
+several times the dispatch of a plain op on every call. The steady path does not even pay that: a tape calls
+what `bind` returned.
 
 The op also writes K and V into the cache of the forward context. Its schema does not say so, because the
-cache is none of its arguments: to a graph it is the world outside, which only this op touches.
+cache is not among its arguments. No other op of a graph touches the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from piecewise_graph.context import get_forward_context
 
 from ..errors import AttentionError
 from .call import AttentionCall
+from .implementations import serve
 from .packed import attend_packed
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
@@ -41,7 +43,7 @@ def bind(
     *,
     num_tokens: int | None = None,
 ) -> Callable[[], None]:
-    """The op with its arguments fixed; what is left to each call is the batch of the forward context.
+    """The op with its arguments fixed. Each call reads the batch of the forward context.
 
     Args:
         num_tokens: how many of the rows are live; None = all.
@@ -50,47 +52,28 @@ def bind(
 
     def run() -> None:
         context = get_forward_context()
-        batch = context.get("attention")
+        fields = context.fields
+        captured = context.full_graph or fields.get("in_graph", False)
+        batch = fields.get("attention")
         if batch is not None:
-            batch.run(call, captured=context.full_graph)
-            return
-        cu_seqlens = context.get("cu_seqlens")
-        if cu_seqlens is None:
+            serve(batch, call, captured)
+        elif (cu_seqlens := fields.get("cu_seqlens")) is not None:
+            attend_packed(call, cu_seqlens, captured)
+        else:
             raise AttentionError.no_batch()
-        attend_packed(call, cu_seqlens, captured=context.full_graph)
 
     return run
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    layer: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    implementation: str = "auto",
-) -> None:
-    bind(q, k, v, out, layer, scale, window, softcap, implementation)()
+def _attention(*args: Any) -> None:
+    bind(*args)()
 
 
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("piecewise::attention", lib=_library)
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    layer: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    implementation: str = "auto",
-) -> None:
+def _(*args: Any) -> None:
     """It returns nothing, and `out` has its layout already."""
 
 
@@ -124,7 +107,8 @@ def attention(
 
     The batch comes from the forward context: `pg.forward_context(attention=AttentionBatch(...))`. Instead,
     `pg.forward_context(cu_seqlens=...)`, int32 `[sequences + 1]` from 0 to num_tokens, means packed sequences
-    that have no cache.
+    that have no cache. A caller that captures the forward into a graph of its own adds `in_graph=True`; then
+    implementations that cannot be captured are not chosen.
 
     Raises:
         AttentionError: neither is there, or the implementation cannot do what is asked.

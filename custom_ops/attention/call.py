@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -29,6 +28,9 @@ class AttentionCall:
         memo: an implementation's own, for what depends on this call alone.
 
     In a captured model the same call object comes back with every batch.
+
+    Raises:
+        AttentionError: arguments that cannot belong together.
     """
 
     q: Tensor
@@ -41,43 +43,43 @@ class AttentionCall:
     softcap: float | None = None
     implementation: str = "auto"
     live: int | None = None
-    memo: dict[Any, Any] = field(default_factory=dict)
-    rows: tuple[int, ...] = field(init=False)  # how many a batch may describe: with padding, or without
-    traits: Traits = field(init=False)
+    memo: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        for what, remedy in self._faults():
-            raise AttentionError.bad_call(what, remedy)
+        q, k, v = self.q, self.k, self.v
+        same_tokens = q.dim() == k.dim() == 3 and k.shape == v.shape and q.shape[::2] == k.shape[::2]
+        if not same_tokens or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+            raise AttentionError.wrong_shapes(q, k, v)
+        if not q.dtype == k.dtype == v.dtype:
+            raise AttentionError.mixed_dtypes(q, k, v)
+        for name, bound in (("window", self.window), ("softcap", self.softcap)):
+            if bound is not None and not bound > 0:
+                raise AttentionError.not_positive(name, bound)
+
+    @cached_property
+    def rows(self) -> tuple[int, int]:
+        """How many rows a batch may describe: with padding, and without."""
+        rows = self.q.shape[0]
+        return rows, rows if self.live is None else self.live
+
+    @cached_property
+    def traits(self) -> Traits:
         heads, head_dim = self.q.shape[1:]
-        kv_heads = self.k.shape[1]
-        traits = _traits(
-            self.implementation, self.q.device.type, self.q.dtype, heads, kv_heads, head_dim,
+        return _traits(
+            self.implementation, self.q.device.type, self.q.dtype, heads, self.k.shape[1], head_dim,
             self.window, self.softcap,
         )  # fmt: skip
-        object.__setattr__(self, "traits", traits)
-        rows = self.q.shape[0]
-        object.__setattr__(self, "rows", (rows, rows if self.live is None else self.live))
-
-    def _faults(self) -> Iterator[tuple[str, str]]:
-        q, k, v = self.q, self.k, self.v
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
-        if not q.dim() == k.dim() == 3 or k.shape != v.shape or q.shape[::2] != k.shape[::2]:
-            yield shapes, "pass q, k and v of the same new tokens, [rows, heads, head_dim]; v shaped as k"
-        elif k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-            yield shapes, "make the heads of q a multiple of those of k and v"
-        if not q.dtype == k.dtype == v.dtype:
-            yield f"q is {q.dtype}, k {k.dtype}, v {v.dtype}", "convert them to one dtype first"
-        if self.window is not None and self.window < 1:
-            yield f"window={self.window}", "pass how many tokens a row sees, itself included; None = all"
-        if self.softcap is not None and not self.softcap > 0:
-            yield f"softcap={self.softcap}", "pass the positive bound of the scores; None = unbounded"
 
 
 @dataclass(frozen=True, eq=False)
 class Traits:
     """What decides whether an implementation can serve a call; the same object for most layers of a model.
 
-    Compared by identity: a batch looks its steps up by them in every call.
+    Traits are compared by identity, because every call looks its batch's step up by them.
+
+    Attributes:
+        device: its type.
+        group: query heads per KV head.
     """
 
     implementation: str
@@ -88,6 +90,10 @@ class Traits:
     head_dim: int
     window: int | None
     softcap: float | None
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
 
 
 _traits = cache(Traits)

@@ -1,111 +1,73 @@
-"""Implementations by name: what each can do, and which one serves a call."""
+"""Implementations by name: which one serves an attention call, chosen once for all equal calls of a batch."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
-
-import torch
+from functools import cache, partial
 
 from ..errors import AttentionError
 from .batch import AttentionBatch
 from .call import AttentionCall
+from .modes import Mode
 
-NAMES = ("triton", "flash_attn", "flashinfer", "torch")
+# Imported when asked for. Each module has a MODE; the preferred one stands first.
 _MODULES = {
-    "triton": ".triton_attention",
-    "flash_attn": ".flash_attention",
-    "flashinfer": ".flashinfer_attention",
-    "torch": ".torch_attention",
+    "triton": (".triton_attention",),
+    "flash_attn": (".flash_attention",),
+    "flashinfer": (".flashinfer_xqa", ".flashinfer_planned"),
+    "torch": (".torch_attention",),
 }
+NAMES = tuple(_MODULES)
 # Rows of one request from which on flash-attn's tiles pay (benchmarks/results/bench_attention.json: prefill
 # of 512 rows 16 us against 18 of ours, of 4096 rows 258 against 413; decode and verify are ours).
 _MANY_ROWS = 256
 
 
 @dataclass(frozen=True)
-class Mode:
-    """One way in which an implementation serves batches.
-
-    Attributes:
-        devices, dtypes: what it runs on; None = any.
-        head_dims, page_sizes: those it has kernels for; None = any.
-        max_group: most query heads per KV head; None = any.
-        tree_mask, window, softcap: it can do these.
-        uniform: it needs the same number of rows from every request.
-        max_query_len: most rows of one request; None = any.
-        capturable: all of `attend` runs on the device and may be part of a graph.
-        host_lengths: `prepare` needs the lengths on the host.
-        limits: `(call, batch) -> reason or None`, whatever else it cannot do.
-        prepare: `(batch, call) -> state`, once per batch, outside of graphs.
-        attend: `(batch, state, call)`, writes `call.out`, and K and V into the cache.
-    """
-
-    prepare: Callable[[AttentionBatch, AttentionCall], Any]
-    attend: Callable[[AttentionBatch, Any, AttentionCall], None]
-    devices: frozenset[str] | None = None
-    dtypes: frozenset[torch.dtype] | None = None
-    head_dims: frozenset[int] | None = None
-    page_sizes: frozenset[int] | None = None
-    max_group: int | None = None
-    max_query_len: int | None = None
-    tree_mask: bool = False
-    window: bool = False
-    softcap: bool = False
-    uniform: bool = False
-    capturable: bool = False
-    host_lengths: bool = False
-    limits: Callable[[AttentionCall, AttentionBatch], str | None] | None = None
-
-    def lacks(self, call: AttentionCall, batch: AttentionBatch, captured: bool) -> str | None:
-        """What the call asks for and this mode cannot do; None when it can."""
-        return next(self._lacking(call, batch, captured), None)
-
-    def _lacking(self, call: AttentionCall, batch: AttentionBatch, captured: bool) -> Iterator[str]:
-        traits, page_size = call.traits, batch.kv_cache.page_size
-        if self.devices is not None and traits.device not in self.devices:
-            yield f"it does not run on device type {traits.device!r}"
-        if self.dtypes is not None and traits.dtype not in self.dtypes:
-            yield f"it has no kernels for {traits.dtype}"
-        if self.head_dims is not None and traits.head_dim not in self.head_dims:
-            yield f"it has no kernels for head_dim {traits.head_dim}"
-        if self.page_sizes is not None and page_size not in self.page_sizes:
-            yield f"it does not read pages of {page_size} tokens"
-        if self.max_group is not None and traits.heads // traits.kv_heads > self.max_group:
-            yield f"it serves at most {self.max_group} query heads per KV head"
-        if batch.tree_mask is not None and not self.tree_mask:
-            yield "it has no tree mask"
-        if traits.window is not None and not self.window:
-            yield "it has no sliding window"
-        if traits.softcap is not None and not self.softcap:
-            yield "it has no soft cap"
-        if self.uniform and batch.query_len is None:
-            yield "it needs the same number of rows from every request (query_len)"
-        if self.max_query_len is not None and batch.max_query_len > self.max_query_len:
-            yield f"it serves at most {self.max_query_len} rows per request"
-        if captured and not self.capturable:
-            yield "it cannot be part of a full graph"
-        if self.host_lengths and (batch.host_seq_lens is None or batch.host_query_lens is None):
-            yield "it plans on the host and the batch has no host_query_lens and host_seq_lens"
-        limit = None if self.limits is None else self.limits(call, batch)
-        if limit is not None:
-            yield limit
-
-
-@dataclass(frozen=True)
 class Implementation:
-    """A name and its modes, the preferred one first.
+    """The modes of an implementation, the preferred one first.
 
     Attributes:
         missing: why it cannot be used on this machine, or None.
     """
 
-    name: str
-    modes: tuple[Mode, ...]
+    modes: tuple[Mode, ...] = ()
     missing: str | None = None
+
+
+def serve(batch: AttentionBatch, call: AttentionCall, captured: bool) -> None:
+    """Serve one attention call with the implementation that it asks for.
+
+    Args:
+        captured: the call is, or will be, part of a graph.
+
+    Raises:
+        AttentionError: the call is not of this batch, or its implementation cannot serve it.
+    """
+    if batch.num_tokens not in call.rows:
+        raise AttentionError.wrong_rows(call.rows[1], batch.num_tokens)
+    # The rows of a full graph that is being captured include padding; the core has compared the tokens
+    # (check_tokens). Everywhere else the rows are the tokens.
+    expected = batch.expected_tokens
+    if expected is not None and expected != call.rows[1] and not (captured and call.live is None):
+        raise AttentionError.wrong_rows(call.rows[1], expected)
+    if not 0 <= call.layer < batch.kv_cache.num_layers:  # layers share their traits, and so their step
+        raise AttentionError.wrong_layer(call.layer, batch.kv_cache.num_layers)
+    attend = batch.served_by.get((call.traits, captured))
+    if attend is None:
+        attend = use(choose(call, batch, captured), batch, call, captured)
+    attend(call)
+
+
+def use(
+    mode: Mode, batch: AttentionBatch, call: AttentionCall, captured: bool
+) -> Callable[[AttentionCall], None]:
+    """Prepare a batch for all calls like this one, and have `mode` serve them."""
+    attend = partial(mode.attend, batch, mode.prepare(batch, call))
+    batch.served_by[call.traits, captured] = attend
+    return attend
 
 
 def choose(call: AttentionCall, batch: AttentionBatch, captured: bool) -> Mode:
@@ -116,18 +78,29 @@ def choose(call: AttentionCall, batch: AttentionBatch, captured: bool) -> Mode:
     """
     _check_call(call, batch)
     name = call.implementation
-    if name != "auto" and name not in NAMES:
-        raise AttentionError.unknown(name, ("auto", *NAMES))
+    check_name(name)
     # One after another: an implementation that is not needed is not imported either.
     for candidate in fastest_first(batch) if name == "auto" else (name,):
         for mode in load(candidate).modes:
-            if mode.lacks(call, batch, captured) is None:
+            if mode.reason(call, batch, captured) is None:
                 return mode
     implementation = load("torch" if name == "auto" else name)
     able = able_implementations(call, batch, captured)
     if implementation.missing is not None:
         raise AttentionError.not_installed(name, implementation.missing, able)
-    raise AttentionError.incapable(name, _fault(implementation, call, batch, captured) or "", able)
+    reasons = sorted([*mode.reasons(call, batch, captured)] for mode in implementation.modes)
+    nearest = min(reasons, key=len)
+    raise AttentionError.incapable(name, "; ".join(nearest), able)
+
+
+def check_name(name: str) -> None:
+    """Refuse what no implementation is called.
+
+    Raises:
+        AttentionError: there is none of that name.
+    """
+    if name not in ("auto", *NAMES):
+        raise AttentionError.unknown(name, ("auto", *NAMES))
 
 
 def fastest_first(batch: AttentionBatch) -> tuple[str, ...]:
@@ -140,40 +113,28 @@ def able_implementations(call: AttentionCall, batch: AttentionBatch, captured: b
     return tuple(
         name
         for name in fastest_first(batch)
-        if load(name).missing is None
-        and any(mode.lacks(call, batch, captured) is None for mode in load(name).modes)
+        if any(mode.reason(call, batch, captured) is None for mode in load(name).modes)
     )
 
 
 @cache
 def load(name: str) -> Implementation:
-    """Import an implementation; a package that is not installed is a reason, not an error."""
+    """Import an implementation; a package that is missing or does not load is a reason, not an error."""
     try:
-        module = importlib.import_module(_MODULES[name], __package__)
+        modules = [importlib.import_module(module, __package__) for module in _MODULES[name]]
     except ImportError as error:
-        return Implementation(name, (), f"{error}")
-    return module.IMPLEMENTATION
-
-
-def _fault(
-    implementation: Implementation, call: AttentionCall, batch: AttentionBatch, captured: bool
-) -> str | None:
-    """What the mode that comes nearest lacks."""
-    faults = [list(mode._lacking(call, batch, captured)) for mode in implementation.modes]
-    fewest = sorted(faults, key=lambda lacks: (len(lacks), lacks))
-    return "; ".join(fewest[0]) if fewest else None
+        return Implementation(missing=f"{error}")
+    except Exception as error:  # an installation that does not fit this machine
+        return Implementation(missing=f"it does not load: {error}")
+    return Implementation(tuple(module.MODE for module in modules))
 
 
 def _check_call(call: AttentionCall, batch: AttentionBatch) -> None:
-    cache = batch.kv_cache
-    if (call.traits.kv_heads, call.traits.head_dim) != (cache.kv_heads, cache.head_dim):
-        found = f"{call.traits.kv_heads} KV heads of {call.traits.head_dim}"
-        what = f"the model has {found}, its KV cache {cache.kv_heads} of {cache.head_dim}"
-        raise AttentionError.bad_batch(what, "build the cache with PagedKVCache.for_model(model.config, ...)")
-    if call.k.dtype != cache.dtype:
-        what = f"the model computes {call.k.dtype}, its KV cache holds {cache.dtype}"
-        raise AttentionError.bad_batch(what, f"build the cache with dtype={call.k.dtype}")
-    window, mask = call.window, batch.tree_mask
-    if mask is not None and window is not None and window < mask.shape[2]:
-        what = f"a sliding window of {window} tokens and a tree mask of {mask.shape[2]}"
-        raise AttentionError.bad_batch(what, "keep draft trees smaller than the window")
+    traits, cache, mask = call.traits, batch.kv_cache, batch.tree_mask
+    model, cached = (traits.kv_heads, traits.head_dim), (cache.kv_heads, cache.head_dim)
+    if model != cached:
+        raise AttentionError.wrong_heads(model, cached)
+    if traits.dtype != cache.dtype:
+        raise AttentionError.wrong_dtype(traits.dtype, cache.dtype)
+    if mask is not None and call.window is not None and call.window < mask.shape[2]:
+        raise AttentionError.window_below_tree(call.window, mask.shape[2])

@@ -1,7 +1,7 @@
-"""What library kernels leave to be done around them: K and V into the cache, zeros into padded rows.
+"""The work around library kernels: K and V into the cache, zeros into padded rows.
 
-Triton kernels through bound launches (launch.py). Strides and widths are constants of a model, so they are
-constexprs: a row is then known to be aligned, and moves in wide loads and stores.
+Both are Triton kernels with bound launches (launch.py). Strides and widths are constants of a model, so they
+are constexprs. A row is then known to be aligned, and moves in wide loads and stores.
 """
 
 from __future__ import annotations
@@ -21,32 +21,18 @@ from .call import AttentionCall
 
 # Programs that share the padded rows of one request.
 _ZERO_PARTS = 8
-# A call that meets new batch objects for ever may not remember something for each of them.
+# A call that meets ever new batch objects may not remember something for each of them.
 _MEMO_LIMIT = 64
 
 
 @triton.jit
 def _write_kernel(  # type: ignore[no-untyped-def]
-    k,
-    v,
-    k_cache,
-    v_cache,
-    slots,
-    mask,
-    packed,
-    K_ROW: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_ROW: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    V_DIM: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MASK_WIDTH: tl.constexpr,
-    MASK_WORDS: tl.constexpr,
-    WORDS_BLOCK: tl.constexpr,
-):
+    k, v, k_cache, v_cache, slots, mask, packed,
+    K_ROW: tl.constexpr, K_HEAD: tl.constexpr, K_DIM: tl.constexpr,
+    V_ROW: tl.constexpr, V_HEAD: tl.constexpr, V_DIM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    MASK_WIDTH: tl.constexpr, MASK_WORDS: tl.constexpr, WORDS_BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -69,15 +55,9 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["requests", "rows"])
 def _zero_kernel(  # type: ignore[no-untyped-def]
-    out,
-    seq_lens,
-    qo_indptr,
-    requests,
-    rows,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    out, seq_lens, qo_indptr, requests, rows,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0)
     first = tl.load(qo_indptr + request)
     # The program past the last request has the rows that belong to none.
@@ -152,20 +132,14 @@ def remembered(call: AttentionCall, key: object, make: Callable[[], Any]) -> Any
 def _bind_write(
     batch: AttentionBatch, call: AttentionCall, mask: Tensor | None, packed: Tensor | None
 ) -> Launch:
-    k, v = call.k, call.v
+    k, v, slots = call.k, call.v, batch.slot_mapping
     width = k.shape[1] * k.shape[2]
     mask_width = 0 if mask is None else mask.shape[1]
     words = -(-mask_width // 32)
-    slots = batch.slot_mapping
     tensors = (
-        k,
-        v,
-        batch.kv_cache.k[call.layer],
-        batch.kv_cache.v[call.layer],
-        slots,
-        slots if mask is None else mask.view(torch.uint8),
-        slots if packed is None else packed,
-    )
+        k, v, batch.kv_cache.k[call.layer], batch.kv_cache.v[call.layer], slots,
+        slots if mask is None else mask.view(torch.uint8), slots if packed is None else packed,
+    )  # fmt: skip
     constants = (
         *k.stride(), *v.stride(), k.shape[2], width, triton.next_power_of_2(width),
         mask_width, words, triton.next_power_of_2(max(words, 1)),

@@ -2,18 +2,18 @@
 
 Note [Work items]
 A program serves one work item and one KV head. A request's rows are packed with its group of query heads, so
-that a tile of BLOCK_M packed rows shares every K and V that it loads; a work item is one such tile and one
-split of the request's tokens. How many items there are follows from the lengths, which only the device knows:
-every program reads them all, as one vector, and finds its item by a prefix sum. The host launches as many
-programs as any lengths within the batch's bounds could need; a program without an item ends at once. So a
-graph captured for long contexts stays fast on short ones, and a long request beside short ones gets its share
-of the programs.
+that a tile of BLOCK_M packed rows shares every K and V that it loads. A work item is one such tile and one
+split of the request's tokens.
+The number of items follows from the lengths, which only the device knows. Every program reads all lengths, as
+one vector, and finds its item by a prefix sum. The host launches as many programs as any lengths within the
+batch's bounds could need; a program without an item ends at once. So a graph captured for long contexts stays
+fast on short ones, and a long request beside short ones gets its share of the programs.
 
 Note [Last arriver]
-The splits of a tile leave partial results (sum, maximum, weighted V) in the workspace; each then counts
-itself in, and whoever finds all others counted combines them and sets the counter back to 0, for the next
-launch. The barrier orders the stores of all threads before the one that counts, whose atomic releases them
-and, in the last program, acquires all others'. Partials are read past the first-level cache.
+The splits of a tile leave partial results (sum, maximum, weighted V) in the workspace. Each then increments a
+counter. The last one combines all results and sets the counter back to 0 for the next launch. The barrier
+orders the stores of all threads before the atomic increment. The increment releases them and, in the last
+program, acquires those of all others. Partial results are read past the first-level cache.
 """
 
 import triton
@@ -22,22 +22,10 @@ import triton.language as tl
 
 @triton.jit
 def schedule(
-    seq_lens,
-    qo_indptr,
-    requests,
-    target,
-    min_tiles,
-    window,
-    mask_width,
-    item,
-    REQUESTS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    TREE: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+    seq_lens, qo_indptr, requests, target, min_tiles, window, mask_width, item,
+    REQUESTS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+    SPLIT: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     """Which request, which of its items, and into how many tiles per split its tokens are cut.
 
     Returns:

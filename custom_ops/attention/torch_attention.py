@@ -1,7 +1,7 @@
-"""The torch reference, on any device: what every other implementation is compared with.
+"""The torch reference, on any device: every other implementation is compared with it.
 
-It gathers K and V of every request up to `max_seq_len` and masks what is not there: simple, of fixed shapes
-(so it may be captured), and memory-hungry.
+It gathers K and V of every request up to `max_seq_len` and masks what is not there. That is simple, has fixed
+shapes (so it may be captured), and takes much memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .batch import AttentionBatch
 from .call import AttentionCall
-from .implementations import Implementation, Mode
+from .modes import Mode
 
 
 def attend(batch: AttentionBatch, state: None, call: AttentionCall) -> None:
@@ -102,22 +102,10 @@ def visible(batch: AttentionBatch, window: int | None) -> Tensor:
         seen = torch.where(column < 0, True, in_tree)
         position = lengths - width + batch.tree_mask.sum(2, keepdim=True) - 1
     if window is not None:
-        # A tree's nodes stand at their depth; all of them are inside of the window (implementations.py).
+        # A tree's nodes stand at their depth. All of them are inside of the window (window_below_tree).
         recent = token > position - window
         seen &= recent if batch.tree_mask is None else recent | (column >= 0)
     return seen & (token < lengths) & (row < rows)
 
 
-IMPLEMENTATION = Implementation(
-    "torch",
-    (
-        Mode(
-            prepare=lambda batch, call: None,
-            attend=attend,
-            tree_mask=True,
-            window=True,
-            softcap=True,
-            capturable=True,
-        ),
-    ),
-)
+MODE = Mode(attend, tree_mask=True, window=True, softcap=True, capturable=True)

@@ -10,7 +10,7 @@ from transformers.masking_utils import and_masks, causal_mask_function
 
 from ..errors import AttentionError
 from .attention_op import attention
-from .implementations import NAMES
+from .implementations import check_name
 
 # What some models pass to their attention beside q, k and v, and what it means.
 _UNSUPPORTED = {
@@ -19,8 +19,8 @@ _UNSUPPORTED = {
     "position_bias": "a position bias",
     "head_mask": "a head mask",
 }
-# model_type of those in transformers that ask its registry for a mask, and not for their attention: all that
-# they would notice of ours is that there is no mask, and see everything.
+# model_type of those in transformers that ask its registry for a mask, but not for their attention. With our
+# name they would get no mask, and attend to everything.
 _SELF_ATTENDING = frozenset(
     {
         "big_bird", "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert",
@@ -37,7 +37,7 @@ def register_attention(name: str = "piecewise", implementation: str = "auto") ->
     """Register the paged attention op with transformers, under `attn_implementation=name`.
 
     Such a model takes the tokens of all requests in one row: `input_ids` and `position_ids` of shape `[1,
-    num_tokens]`, and `use_cache=False`. Pass the last two always: left out, transformers counts positions
+    num_tokens]`, and `use_cache=False`. Always pass the last two. Without them transformers counts positions
     from 0 and keeps a cache of its own. `pg.forward_context(attention=batch)` says which request each token
     belongs to and where its K and V lie; `custom_ops.attention.make_batch` makes a batch.
 
@@ -50,8 +50,7 @@ def register_attention(name: str = "piecewise", implementation: str = "auto") ->
         AttentionError: no implementation has that name.
         ImportError: transformers is not installed (`pip install piecewise-graph[transformers]`).
     """
-    if implementation not in ("auto", *NAMES):
-        raise AttentionError.unknown(implementation, ("auto", *NAMES))
+    check_name(implementation)
     taken = {*AttentionInterface().valid_keys(), *AttentionMaskInterface().valid_keys(), "eager"} - _ours
     if "flash" in name or "|" in name or name in taken:
         raise AttentionError.reserved_name(name)
@@ -62,13 +61,24 @@ def register_attention(name: str = "piecewise", implementation: str = "auto") ->
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        return paged_attention(
-            module, query, key, value, attention_mask, dropout, scaling, implementation, **kwargs
+        """From `[1, heads, num_tokens, head_dim]` to `[1, num_tokens, heads, head_dim]`, and no weights."""
+        feature = _unsupported(module, query, key, attention_mask, kwargs)
+        if feature is not None:
+            raise AttentionError.unsupported_model(feature)
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        out = attention(
+            q,
+            k,
+            v,
+            layer=module.layer_idx,  # type: ignore[arg-type]
+            scale=kwargs.get("scaling"),
+            window=kwargs.get("sliding_window"),
+            softcap=kwargs.get("softcap"),
+            implementation=implementation,
         )
+        return out[None], None
 
     _ours.add(name)
     AttentionInterface.register(name, forward)
@@ -78,49 +88,6 @@ def register_attention(name: str = "piecewise", implementation: str = "auto") ->
 def is_ours(name: str | None) -> bool:
     """Whether `attn_implementation=name` means our op."""
     return name in _ours
-
-
-def paged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    implementation: str,
-    *,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention function over the paged cache.
-
-    Args:
-        query: `[1, heads, num_tokens, head_dim]`, all requests of the batch in one row.
-        key, value: `[1, kv_heads, num_tokens, head_dim]`.
-
-    Returns:
-        `[1, num_tokens, heads, head_dim]`, and None for the weights.
-
-    Raises:
-        AttentionError: the model wants something that the op does not do.
-    """
-    fault = _fault(module, query, key, attention_mask, dropout, sliding_window, kwargs)
-    if fault is not None:
-        raise AttentionError.unsupported_model(fault)
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    out = attention(
-        q,
-        k,
-        v,
-        layer=module.layer_idx,  # type: ignore[arg-type]
-        scale=scaling,
-        window=sliding_window,
-        softcap=softcap,
-        implementation=implementation,
-    )
-    return out[None], None
 
 
 def no_mask(
@@ -134,14 +101,17 @@ def no_mask(
 ) -> None:
     """transformers' mask function: lengths and trees come from the forward context, not from a mask.
 
-    What else a mask would say is an error. Dynamo traces this, and follows no closures of functions made in
-    the trace, so masks are told apart by what transformers passes with them.
+    Dynamo traces this, and follows no closures of functions made in the trace. So masks are told apart by
+    what transformers passes with them.
 
     Args:
         mask_function: transformers' causal one, or that joined with a window or packed sequences by
             `and_masks`; blocks that see each other are joined by `or_masks`.
         local_size: of a window, or of a chunk.
-        use_vmap: somebody's own function has been joined (`or_mask_function`, `and_mask_function`).
+        use_vmap: the model has joined a function of its own (`or_mask_function`, `and_mask_function`).
+
+    Raises:
+        AttentionError: the mask would say more than the batch does.
     """
     if getattr(config, "model_type", None) in _SELF_ATTENDING:
         raise AttentionError.own_attention(type(config).__name__)
@@ -158,15 +128,11 @@ def no_mask(
         raise AttentionError.unsupported_model("attention in chunks")
 
 
-def _fault(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    sliding_window: int | None,
-    kwargs: dict[str, Any],
+def _unsupported(
+    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]
 ) -> str | None:
+    """What the model asks of its attention that the op does not do; None = nothing."""
+    config = getattr(module, "config", None)
     if query.shape[0] != 1:
         return "a batch of several rows; requests stand one after another in one row, [1, num_tokens]"
     if key.shape[2] != query.shape[2]:
@@ -177,19 +143,18 @@ def _fault(
         return "attention that is not causal"
     if getattr(module, "layer_idx", None) is None:
         return "a layer without a number (layer_idx)"
-    if dropout and module.training:
+    if kwargs.get("dropout") and module.training:
         return "dropout; call model.eval()"
-    config = getattr(module, "config", None)
     if getattr(config, "attention_chunk_size", None) is not None:
         return "attention in chunks"
-    if sliding_window is None and _is_windowed(module, config):
+    if kwargs.get("sliding_window") is None and _is_windowed(module, config):
         return "a sliding window in its mask only, and not in the call of its attention"
-    asked = (what for name, what in _UNSUPPORTED.items() if kwargs.get(name) is not None)
+    asked = (feature for name, feature in _UNSUPPORTED.items() if kwargs.get(name) is not None)
     return next(asked, None)
 
 
 def _is_windowed(module: nn.Module, config: Any) -> bool:
-    """The model's masks give this layer a window. Models that pass it to their attention never get here."""
+    """Whether the masks give this layer a window. Asked of models that do not pass it to their attention."""
     if getattr(config, "sliding_window", None) is None or not getattr(config, "use_sliding_window", True):
         return False
     types = getattr(config, "layer_types", None)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MetadataError
-from ..kv_cache import SINK_SLOT
+from ..kv_cache import NULL_SLOT
 from .draft_ops import check_nodes
 from .metadata_buffers import Accepted, Batch
 from .op_dispatch import metadata_op
@@ -247,7 +247,7 @@ def _permute(batch: Batch, order: Tensor) -> None:
     start = torch.where(fits, lens, 0)[:, None]
     rows = batch.requests.long()[:, None]
     before = table[rows, (start + order).clamp(max=table.shape[1] - 1)]
-    fits = fits & (before != SINK_SLOT).all(1)
+    fits = fits & (before != NULL_SLOT).all(1)
     # Padded requests and full rows write into an extra row, which is dropped.
     room = torch.cat([table, table.new_zeros(1, table.shape[1])])
     rows = torch.where(fits[:, None], rows, table.shape[0])

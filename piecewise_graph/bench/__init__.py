@@ -1,14 +1,11 @@
-"""The serving benchmark: `python -m piecewise_graph bench serving`, an engine under load in this process.
+"""The serving benchmark: an engine under load, in this process. `cli/serving_command.py` is its command line.
 
-A file per stage, read in this order:
+In the order of a run:
 
-    options, settings  what the command line says (values); a setting is what an engine is asked for
-    models             target, draft and speculator
-    load               which requests arrive when
-    drive              a loop of arrivals and steps, and when whose tokens came
-    metrics            the field's columns, from those times
-    turns              settings that take turns on one speculator, and the ratios between them
-    trace              a Chrome trace of some steady steps
-    report, plot       tables and a picture (table)
-    command            puts it all together, and writes the results file (environment, errors)
+    setting         what an engine is asked for, and how its values are read from text
+    load            which requests arrive when
+    drive           serves a load: arrivals, steps, times of tokens; settings take turns
+    metrics         the field's columns from those times, and ratios between settings
+    trace           a Chrome trace of some steady steps
+    serving_report  tables, picture and results file
 """

@@ -1,72 +1,37 @@
-"""A load against an engine: arrivals, steps, and when whose tokens came."""
+"""Serves a load on an engine, and lets settings take turns on one speculator.
+
+The speed of a machine changes from minute to minute. Settings that are compared therefore serve the same
+requests one after the other in one process, in reversed order in every second turn. Medians over the turns
+are compared, and the spread of each turn's own ratio says how far they can be trusted.
+"""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
+
 from piecewise_graph.eagle.options import Sampling
+from piecewise_graph.eagle.speculator import Speculator
 from piecewise_graph.eagle.statistics import Statistics
 
 from .load import Arrival
+from .metrics import Metrics, RequestTimes, Timeline
+from .setting import Setting
+
+_WARM_PROMPT = 8  # tokens: many such prompts fit into one step
 
 
-@dataclass(frozen=True)
-class RequestTimes:
-    """One served request; times in seconds since the load began.
-
-    Attributes:
-        released: when it was given to the engine.
-        first, last: when the host learned of its first and its last token.
-    """
-
-    input_tokens: int
-    output_tokens: int
-    released: float
-    first: float
-    last: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A load that was served to its end.
-
-    Attributes:
-        most_at_once: requests in the engine at the same time.
-        statistics: of all rounds; says whether acceptance was decreed.
-    """
-
-    requests: tuple[RequestTimes, ...]
-    most_at_once: int
-    statistics: Statistics
-
-    @property
-    def seconds(self) -> float:
-        """From the beginning of the load to the last token."""
-        return max(request.last for request in self.requests)
-
-
-class _Watch:
-    """Notes when the tokens of one request came."""
-
-    def __init__(self, released: float, clock: Callable[[], float]) -> None:
-        self.released, self._clock = released, clock
-        self.first = self.last = released
-        self._count = 0
-
-    def __call__(self, _: Any, new_tokens: Sequence[int]) -> None:
-        if not new_tokens:
-            return
-        self.last = self._clock()
-        if not self._count:
-            self.first = self.last
-        self._count += len(new_tokens)
-
-    def times(self, request: Any) -> RequestTimes:
-        return RequestTimes(len(request.prompt), len(request.tokens), self.released, self.first, self.last)
+def wait(device: torch.device) -> None:
+    """Return when the device has done everything that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def drive(
@@ -80,10 +45,10 @@ def drive(
 ) -> Timeline:
     """Serve every request of `load`, at most `concurrency` of them at a time.
 
-    A request is released to the engine when it is due and there is room, and is timed from then on. The loop
-    sleeps only while the engine has nothing to do.
+    A request is released to the engine when it is due and a place is free, and is timed from then on. The
+    loop sleeps only while the engine has nothing to do.
     """
-    waiting, served = deque(load), list[tuple[Any, _Watch]]()
+    waiting, served = deque(load), list[tuple[Any, list[float]]]()
     began, most = clock(), 0
 
     def now() -> float:
@@ -91,17 +56,86 @@ def drive(
 
     while waiting or engine.unfinished:
         while waiting and engine.unfinished < concurrency and waiting[0].due <= now():
-            arrival = waiting.popleft()
-            watch = _Watch(now(), now)
+            arrival, moments = waiting.popleft(), [now()]
             request = engine.add_request(
                 arrival.prompt, max_new_tokens=arrival.max_new_tokens,
-                sampling=replace(sampling, seed=sampling.seed + arrival.index), on_tokens=watch,
+                sampling=replace(sampling, seed=sampling.seed + arrival.index),
+                on_tokens=partial(_note, moments, now),
             )  # fmt: skip
-            served.append((request, watch))
+            served.append((request, moments))
         most = max(most, engine.unfinished)
         if engine.unfinished:
             engine.step()
         elif waiting:
             sleep(max(waiting[0].due - now(), 0.0))
-    times = tuple(watch.times(request) for request, watch in served)
-    return Timeline(times, most, Statistics(tuple(r.counts for r, _ in served), engine.decreed))
+    times = tuple(
+        RequestTimes(len(request.prompt), len(request.tokens), released, (came or [released])[0], moments[-1])
+        for request, moments in served
+        for released, *came in [moments]
+    )
+    counts = tuple(request.counts for request, _ in served)
+    return Timeline(times, most, Statistics(counts, engine.synthetic_accept_length))
+
+
+def _note(moments: list[float], now: Callable[[], float], _: Any, new_tokens: Sequence[int]) -> None:
+    if new_tokens:
+        moments.append(now())
+
+
+def take_turns(
+    speculator: Speculator,
+    sides: Mapping[str, Setting],
+    load: Sequence[Arrival],
+    concurrency: int,
+    *,
+    seed: int = 0,
+    turns: int = 1,
+    warm_up: int | None = None,
+) -> dict[str, list[Metrics]]:
+    """Metrics of every side, turn by turn.
+
+    Args:
+        warm_up: requests that each side serves before it is timed; None = `concurrency`.
+    """
+    opened = {name: _Side(speculator, setting, concurrency, seed) for name, setting in sides.items()}
+    found: dict[str, list[Metrics]] = {name: [] for name in sides}
+    try:
+        for side in opened.values():
+            side.warm_up(load, concurrency if warm_up is None else warm_up)
+        for turn in range(turns):
+            for name in reversed([*opened]) if turn % 2 else opened:
+                found[name].append(opened[name].serve(load))
+    finally:
+        for side in opened.values():
+            side.close()
+    return found
+
+
+class _Side:
+    """The engine of a setting, kept for all turns. It has no requests while other sides have their turn."""
+
+    def __init__(self, speculator: Speculator, setting: Setting, concurrency: int, seed: int) -> None:
+        self._speculator, self._concurrency = speculator, concurrency
+        self._engine, self._sampling = setting.engine(speculator), setting.sampling(seed)
+        self.close = self._engine.close
+
+    def warm_up(self, load: Sequence[Arrival], requests: int) -> None:
+        """Compile and capture every batch size that the load can reach, then serve some of it."""
+        smaller = [size for size in self._speculator.batch_sizes if size < self._concurrency]
+        for size in [self._concurrency, *sorted(smaller, reverse=True)]:  # largest first: less graph memory
+            some = [load[index % len(load)] for index in range(size)]
+            self._drive([replace(each, prompt=each.prompt[:_WARM_PROMPT], due=0.0) for each in some], size)
+        if requests:
+            some = [load[index % len(load)] for index in range(requests)]
+            self._drive([replace(each, due=0.0) for each in some], self._concurrency)
+
+    def serve(self, load: Sequence[Arrival]) -> Metrics:
+        """Serve the load once, from an idle device."""
+        gc.collect()
+        wait(self._speculator.device)
+        return Metrics.of(self._drive(load, self._concurrency), self._concurrency)
+
+    def _drive(self, load: Sequence[Arrival], concurrency: int) -> Timeline:
+        timeline = drive(self._engine, load, concurrency, self._sampling)
+        self._engine.step()  # with overlap, a round without requests is still under way
+        return timeline

@@ -1,4 +1,4 @@
-"""What can be wrong with a benchmark's options: what happened, where, what to do."""
+"""What can be wrong with a setting, a load or a trace: what happened, where, what to do."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from pathlib import Path
 
 from piecewise_graph.errors import PiecewiseError
 
+_EXAMPLE = 'write it as "overlap=off,steps=0".'
+
 
 class BenchError(PiecewiseError, ValueError):
-    """Options that cannot be served, or that contradict each other."""
+    """A setting, a load or a trace that cannot be served."""
 
     @classmethod
-    def no_draft(cls, steps: object) -> BenchError:
+    def no_draft(cls, option: str) -> BenchError:
         return cls(
-            f"--steps {steps} needs a draft head, and there is none.",
-            "pass --draft DIR, or --random-draft eagle1; --steps 0 is plain decoding.",
+            f"{option} needs a draft model and there is none.",
+            "pass --draft DIR, or --random-draft eagle1 to `bench serving`; --steps 0 is plain decoding.",
         )
 
     @classmethod
-    def no_folder(cls, option: str, file: Path) -> BenchError:
+    def bad_steps(cls, steps: str) -> BenchError:
+        return cls(f"--steps {steps} cannot be read.", "pass a whole number from 0 up, or auto.")
+
+    @classmethod
+    def unreadable_prompts(cls, file: Path, error: Exception) -> BenchError:
         return cls(
-            f"{option} {file} cannot be written: its folder does not exist.", "make it, or name another file."
+            f"--prompts {file} cannot be read: {error}.", "name a UTF-8 file with one prompt per line."
         )
 
     @classmethod
-    def no_tokenizer(cls, file: str) -> BenchError:
+    def blank_prompts(cls, file: Path) -> BenchError:
         return cls(
-            f"--prompts {file} cannot be encoded: a model with random weights has no tokenizer.",
-            "pass --model DIR, or --prompts random.",
-        )
-
-    @classmethod
-    def no_prompts(cls, file: Path, why: object) -> BenchError:
-        return cls(
-            f"--prompts {file} has no prompt: {why}.", "name a UTF-8 text file with one prompt per line."
+            f"--prompts {file} has no prompt: every line is blank.", "write one prompt per line into it."
         )
 
     @classmethod
@@ -52,14 +51,20 @@ class BenchError(PiecewiseError, ValueError):
         hint = f"did you mean {near[0]!r}? " if near else ""
         return cls(
             f"--compare cannot change {name!r}.",
-            f"{hint}It changes one or more of: {', '.join(known)}. What belongs to the models or the caches "
+            f"{hint}It changes one or more of: {', '.join(known)}. An option of the models or the caches "
             "takes a run of its own.",
         )
 
     @classmethod
-    def bad_setting(cls, text: str, why: object) -> BenchError:
-        return cls(f"--compare {text!r} cannot be read: {why}.", 'write it as "overlap=off,steps=0".')
+    def no_value(cls, changes: str, part: str) -> BenchError:
+        return cls(f"--compare {changes!r} cannot be read: {part!r} has no '='.", _EXAMPLE)
 
     @classmethod
-    def nothing_to_compare(cls, text: str) -> BenchError:
-        return cls(f"--compare {text!r} changes nothing.", "name a value that differs from what was given.")
+    def bad_value(cls, changes: str, name: str, error: Exception) -> BenchError:
+        return cls(f"--compare {changes!r} cannot be read: {name}: {error}.", _EXAMPLE)
+
+    @classmethod
+    def nothing_to_compare(cls, changes: str) -> BenchError:
+        return cls(
+            f"--compare {changes!r} changes nothing.", "name a value that differs from what was given."
+        )

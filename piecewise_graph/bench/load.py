@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ class Load:
     """What requests look like.
 
     Attributes:
-        input_len, output_len: tokens of a prompt and of its answer at most.
-        range_ratio: lengths are uniform from `range_ratio` times the most to the most.
+        input_len, output_len: largest number of tokens in a prompt and in its answer.
+        range_ratio: lengths are uniform between `range_ratio` times the largest and the largest.
         request_rate: arrivals per second, a Poisson process; inf = all at once.
         vocab_size: of random prompts.
-        texts: encoded prompts to take in turn, cut to `input_len`; None = random tokens.
+        texts: encoded prompts, taken in turn and cut to `input_len`; None = random tokens.
     """
 
     input_len: int
@@ -35,15 +35,12 @@ class Load:
     texts: Texts | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; of texts, how many."""
-        return {
-            "input_len": self.input_len,
-            "output_len": self.output_len,
-            "range_ratio": self.range_ratio,
-            "request_rate": self.request_rate if self.request_rate < float("inf") else "inf",
-            "seed": self.seed,
-            "prompts": "random" if self.texts is None else f"{len(self.texts)} texts",
-        }
+        """Plain values for JSON; instead of the texts, their number."""
+        row = asdict(self)
+        del row["vocab_size"], row["texts"]
+        rate = self.request_rate if self.request_rate < float("inf") else "inf"
+        prompts = "random" if self.texts is None else f"{len(self.texts)} texts"
+        return row | {"request_rate": rate, "prompts": prompts}
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Arrival:
     """One request of a load.
 
     Attributes:
-        due: seconds after the load began; it may have to wait longer for others to finish.
+        due: seconds after the load began; the request may wait longer for others to finish.
     """
 
     index: int
@@ -87,12 +84,12 @@ def read_texts(file: Path, encode: Callable[[str], Sequence[int]]) -> list[Seque
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BenchError.no_prompts(file, error) from None
+        raise BenchError.unreadable_prompts(file, error) from None
     found = [tokens for line in lines if line.strip() and (tokens := encode(line))]
     if not found:
-        raise BenchError.no_prompts(file, "every line is blank")
+        raise BenchError.blank_prompts(file)
     return found
 
 
-def _length(source: random.Random, most: int, ratio: float) -> int:
-    return source.randint(max(1, math.ceil(ratio * most)), most)
+def _length(source: random.Random, longest: int, ratio: float) -> int:
+    return source.randint(max(1, math.ceil(ratio * longest)), longest)

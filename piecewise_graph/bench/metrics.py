@@ -1,4 +1,4 @@
-"""The field's columns: throughput, time to first token, time per output token, acceptance."""
+"""The field's columns: throughput, time to first token, time per output token, accept length."""
 
 from __future__ import annotations
 
@@ -7,19 +7,56 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .drive import RequestTimes, Timeline
+from piecewise_graph.eagle.statistics import Statistics
+
+RATIO_COLUMNS = ("output_throughput", "median_tpot_ms", "median_ttft_ms")
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """One served request; times in seconds since the load began.
+
+    Attributes:
+        released: when it was given to the engine.
+        first, last: when the host learned of its first and its last token.
+    """
+
+    input_tokens: int
+    output_tokens: int
+    released: float
+    first: float
+    last: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A load that was served to its end.
+
+    Attributes:
+        most_at_once: largest number of requests in the engine at the same time.
+        statistics: of all rounds; they say whether acceptance was synthetic.
+    """
+
+    requests: tuple[RequestTimes, ...]
+    most_at_once: int
+    statistics: Statistics
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning of the load to the last token."""
+        return max(request.last for request in self.requests)
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of a load that was served. Throughputs are in tokens per second, other times in milliseconds.
+    """Columns of a served load. Throughputs are in tokens per second, other times in milliseconds.
 
     Attributes:
         ttft: time to first token, from when a request was released to the engine.
         tpot: time per output token after the first; None where every request had one token only.
         per_user_throughput: output tokens per second of one request, 1 / mean tpot.
         accept_length: tokens per drafting round, the bonus included; 1 where nothing drafted.
-        synthetic: the accept length that was decreed; None = the target decided.
+        synthetic: the synthetic accept length; None = real acceptance.
     """
 
     max_concurrency: int
@@ -61,42 +98,66 @@ class Metrics:
         return cls(**medians | {"max_concurrency": turns[0].max_concurrency})
 
     def to_dict(self) -> dict[str, Any]:
-        """The columns, and whether acceptance was decreed."""
+        """The columns, and whether acceptance was synthetic."""
         row = asdict(self)
-        decreed = row.pop("synthetic")
-        return row | {"acceptance": acceptance(decreed), "synthetic_accept_length": decreed}
+        synthetic = row.pop("synthetic")
+        return row | {"acceptance": acceptance(synthetic), "synthetic_accept_length": synthetic}
 
 
 COLUMNS = tuple(each.name for each in fields(Metrics) if each.name != "synthetic")
 
 
-def acceptance(decreed: float | None) -> str:
-    """The word that goes with every figure."""
-    return "real" if decreed is None else "SYNTHETIC"
+def acceptance(synthetic: float | None) -> str:
+    """The word that labels every figure."""
+    return "real" if synthetic is None else "SYNTHETIC"
 
 
 def tpot(request: RequestTimes) -> float | None:
-    """Seconds per output token after the first; None where there is none after it."""
+    """Seconds per output token after the first; None if there is no other."""
     if request.output_tokens < 2:
         return None
     return (request.last - request.first) / (request.output_tokens - 1)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest ranks linearly, as numpy does by default."""
+    """Linear between the two nearest ranks, as in numpy by default."""
     ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
+    rank = (len(ordered) - 1) * percent / 100
+    below = int(rank)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
 
 
 def _milliseconds(seconds: Sequence[float]) -> tuple[Any, Any, Any]:
     """Mean, median and 99th percentile."""
     if not seconds:
         return None, None, None
-    return (
-        statistics.fmean(seconds) * 1e3,
-        statistics.median(seconds) * 1e3,
-        percentile(seconds, 99) * 1e3,
-    )
+    found = statistics.fmean(seconds), statistics.median(seconds), percentile(seconds, 99)
+    return tuple(value * 1e3 for value in found)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One column of one setting over another's.
+
+    Attributes:
+        value: ratio of the medians over all turns.
+        low, high: smallest and largest ratio of a single turn.
+    """
+
+    column: str
+    value: float
+    low: float
+    high: float
+
+
+def ratios(first: Sequence[Metrics], second: Sequence[Metrics]) -> list[Ratio]:
+    """Columns of `first` over those of `second`, turn by turn; undefined ones are left out."""
+    found = []
+    for column in RATIO_COLUMNS:
+        ours, theirs = ([getattr(turn, column) for turn in side] for side in (first, second))
+        if all(ours) and all(theirs):
+            single = [a / b for a, b in zip(ours, theirs, strict=True)]
+            value = statistics.median(ours) / statistics.median(theirs)
+            found.append(Ratio(column, value, min(single), max(single)))
+    return found

@@ -1,9 +1,14 @@
-"""A Chrome trace of some steady steps: every request in its rounds, none of them finished."""
+"""A Chrome trace of some steady steps: every request is in its rounds and none is finished.
+
+A profiler names a phase (`verify`) and its kernels, and between them only `cudaGraphLaunch`. A PIECEWISE
+phase makes one launch per segment, in order, so the launches within a phase are numbered and named here.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +17,44 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from piecewise_graph.eagle.speculator import Speculator
 
+from .drive import wait
 from .errors import BenchError
 from .load import Arrival
 from .metrics import acceptance
-from .segments import segment_events
-from .settings import Setting
+from .setting import Setting
 
+PHASES = ("draft", "verify", "draft-extend", "prompts")
+LAUNCH = "cudaGraphLaunch"
+WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 STEPS = 16
 _SETTLE, _PROFILER_WARM_UP = 3, 2
+Event = Mapping[str, Any]
 
 
 def trace(
     speculator: Speculator, setting: Setting, load: Sequence[Arrival], path: Path, *, steps: int = STEPS
 ) -> int:
-    """Write a trace of up to `steps` steps of the whole load at once; fewer where a request ends before.
+    """Write a trace of up to `steps` steps of the whole load at once; fewer if a request ends before.
 
-    Each step is a `round` in it, with `draft`, `verify` and `draft-extend`; their graphs are numbered.
+    In the trace each step is a `round` with `draft`, `verify` and `draft-extend`; their graphs are numbered.
 
     Args:
-        load: as many requests as shall run together; each gets all the tokens that there is room for, and
-            gives up the end of its prompt where that makes room for more steps.
+        load: requests that run together. Each generates until `max_seq_len`; the end of its prompt is cut off
+            if that leaves too few tokens for `steps` steps.
 
     Returns:
         steps in the trace.
 
     Raises:
-        BenchError: requests end before anything is steady.
+        BenchError: a request ends before all of them are steady.
     """
-    most = speculator.max_seq_len
-    kept = max(1, most - (_SETTLE + _PROFILER_WARM_UP + steps) * _tokens_per_round(setting))
+    longest = speculator.max_seq_len
+    tokens_per_round = 1 + max(shape.steps for shape in setting.shapes(page_size=1))
+    kept = max(1, longest - (_SETTLE + _PROFILER_WARM_UP + steps) * tokens_per_round)
     engine, sampling = setting.engine(speculator), setting.sampling(0)
     try:
         requests = [
-            engine.add_request(prompt, max_new_tokens=most - len(prompt), sampling=sampling)
+            engine.add_request(prompt, max_new_tokens=longest - len(prompt), sampling=sampling)
             for prompt in (arrival.prompt[:kept] for arrival in load)
         ]
         while engine.unfinished and not all(request.tokens for request in requests):
@@ -55,14 +65,8 @@ def trace(
     finally:
         engine.close()
     if not recorded:
-        raise BenchError.nothing_steady(most - kept)
+        raise BenchError.nothing_steady(longest - kept)
     return recorded
-
-
-def _tokens_per_round(setting: Setting) -> int:
-    """At most."""
-    steps = [shape.steps for shape in setting.shapes(page_size=1)]
-    return 1 + max(steps)
 
 
 def _record(engine: Any, device: torch.device, running: int, path: Path, steps: int) -> int:
@@ -77,16 +81,45 @@ def _record(engine: Any, device: torch.device, running: int, path: Path, steps: 
             if engine.unfinished < running:
                 break
             recorded += step >= _PROFILER_WARM_UP
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        profiler.add_metadata_json("acceptance", json.dumps(acceptance(engine.decreed)))
+        wait(device)
+        profiler.add_metadata_json("acceptance", json.dumps(acceptance(engine.synthetic_accept_length)))
     profiler.export_chrome_trace(str(path))
-    _number_segments(path)
-    return recorded
-
-
-def _number_segments(path: Path) -> None:
-    """Add the numbers of graphs to a trace file."""
     content = json.loads(path.read_text(encoding="utf-8"))
     content["traceEvents"] += segment_events(content["traceEvents"])
     path.write_text(json.dumps(content), encoding="utf-8")
+    return recorded
+
+
+def segment_events(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """An event per graph launch, on the host's row and on the device's, called `verify: segment 3`."""
+    phases = [event for event in events if event.get("cat") == "user_annotation" and event["name"] in PHASES]
+    launches = sorted((e for e in events if e.get("name") == LAUNCH), key=lambda event: event["ts"])
+    numbers: Counter[int] = Counter()
+    names: dict[Any, str] = {}
+    made = []
+    for launch in launches:
+        phase = next((each for each in phases if _is_within(each, launch)), None)
+        if phase is None:
+            continue
+        names[launch["args"]["correlation"]] = name = f"{phase['name']}: segment {numbers[id(phase)]}"
+        numbers[id(phase)] += 1
+        made.append(_named(name, [launch]))
+    work: dict[Any, list[Event]] = {}  # launch -> what the device did for it
+    for event in events:
+        if event.get("cat") in WORK:
+            work.setdefault(event.get("args", {}).get("correlation"), []).append(event)
+    return made + [_named(names[key], done) for key, done in work.items() if key in names]
+
+
+def _is_within(phase: Event, launch: Event) -> bool:
+    """Whether the host made a launch in this phase."""
+    return phase.get("tid") == launch.get("tid") and 0 <= launch["ts"] - phase["ts"] <= phase["dur"]
+
+
+def _named(name: str, events: Sequence[Event]) -> dict[str, Any]:
+    """One event from the first to the last, on the row of the first."""
+    start = min(event["ts"] for event in events)
+    end = max(event["ts"] + event["dur"] for event in events)
+    first = events[0]
+    return {"ph": "X", "cat": "segment", "name": name, "pid": first["pid"], "tid": first["tid"],
+            "ts": start, "dur": end - start}  # fmt: skip

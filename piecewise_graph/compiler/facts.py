@@ -1,12 +1,13 @@
-"""What a segment really does, seen by running it once on fake tensors.
+"""What a segment does, found by running it once on fake tensors.
 
-Decides whether a segment can be captured at all, and how it may be run more than once while its
-padding is being proved. Costs a few milliseconds per distinct segment.
+The facts decide whether a segment can be captured, and how it may be run repeatedly while its padding is
+being proved. They cost a few milliseconds per distinct segment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,18 +55,16 @@ class _Observations:
         self.random = self.host_sync = self.casts = self.computes = self.numbers = False
 
     def note(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        schema = op._schema
-        for argument, value in zip(schema.arguments, args, strict=False):
+        arguments, returns = op._schema.arguments, op._schema.returns
+        for position, argument in enumerate(arguments):
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
             self._note_write(argument, value)
-        for argument in schema.arguments:
-            self._note_write(argument, kwargs.get(argument.name))
-        self.numbers |= any(_is_number(op, a, v) for a, v in zip(schema.arguments, args, strict=False))
-        self.numbers |= any(_is_number(op, a, kwargs.get(a.name)) for a in schema.arguments)
+            self.numbers |= _is_number(op, argument, value)
         self.random |= torch.Tag.nondeterministic_seeded in op.tags
         self.host_sync |= torch.Tag.data_dependent_output in op.tags
         self.host_sync |= isinstance(result, Tensor) and _torch.has_unknown_size(result)
         self.casts |= _casts_to_integer(op, args, result)
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         allocates = op._schema.name.partition("::")[2] in _ALLOCATIONS
         if allocates:
             self.allocated.add(_torch.storage_id(result))
@@ -83,13 +82,9 @@ class _Observations:
 def analyse(gm: GraphModule, inputs: Sequence[Any]) -> SegmentFacts:
     """Run `gm` on its fake `inputs` and report what happened."""
     seen = _Observations()
-    mode = _torch.fake_mode_of(gm)
-    if mode is None:  # no tensor argument at all: nothing to fake, and nothing to hurt
-        with _torch.observe_ops(seen.note):
-            outputs = gm(*inputs)
-    else:
-        with mode, _torch.observe_ops(seen.note):
-            outputs = gm(*inputs)
+    # Without a tensor argument there is no mode: nothing to fake, and nothing to hurt.
+    with _torch.fake_mode_of(gm) or nullcontext(), _torch.observe_ops(seen.note):
+        outputs = gm(*inputs)
     ids = [_torch.storage_id(x) if isinstance(x, Tensor) else None for x in inputs]
     out_ids = [_torch.storage_id(x) for x in outputs]
     written = frozenset(i for i, storage in enumerate(ids) if storage in seen.written)

@@ -1,12 +1,12 @@
 """Which kernel computes a linear layer of a few rows: measured once per shape, kept in cache_dir.
 
 Note [Neighbours]
-What a linear costs among its neighbours differs from what it costs alone. Inductor fuses what stands before
-and after it into the kernel that it generates, which saves a kernel, and computes it again in every program:
-on an H200 the norm before a Llama's gate and up projection became free that way, and the gated activation
-before the down projection made 28 us 32. Our kernels start while their neighbours end, those of cuBLAS do
-not. So there are two sets of handicaps; where they choose differently, both are compiled and the segments
-timed whole.
+A linear costs more or less among its neighbours than alone. Inductor fuses what stands before and after it
+into the kernel that it generates. That saves a kernel, but every program of the kernel repeats the fused
+work: on an H200 the norm before a Llama's gate and up projection became free, while the gated activation
+before the down projection turned 28 us into 32. Our kernels start while their neighbours end, those of cuBLAS
+do not. So there are two sets of handicaps. Where they choose differently, both are compiled and the whole
+segments are timed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from piecewise_graph import _torch
-from piecewise_graph.compiler.disk_cache import Rejected, read_private, write_private
+from piecewise_graph.compiler.disk_cache import Folder, read_private, write_private
+from piecewise_graph.compiler.graph_timing import graph_microseconds
 from piecewise_graph.compiler.segment_key import surroundings
 from piecewise_graph.kernels.linear import tuning
-from piecewise_graph.kernels.linear.plans import is_plan
+from piecewise_graph.kernels.linear.kernel_configs import is_config
 
 LIBRARY, GENERATED = "library", "generated"
 _FORMAT = 1
@@ -42,12 +43,12 @@ def preferred(times: Times, handicaps: Times) -> str:
     return min(times, key=lambda way: times[way] * handicaps.get(way, 1.0))
 
 
-def plan_of(way: str) -> list[int] | None:
+def config_of(way: str) -> list[int] | None:
     """What the op `piecewise::linear_few` takes; None where the linear is left to the compiler."""
     return None if way == GENERATED else [] if way == LIBRARY else list(map(int, way.split()))
 
 
-def choose(tokens: int, weight: Tensor, bias: Tensor | None, cache_dir: str | None) -> Times | None:
+def choose(tokens: int, weight: Tensor, bias: Tensor | None, cache_dir: Folder | None) -> Times | None:
     """Microseconds of each way to compute `linear(x, weight, bias)` for `tokens` rows; None on a CPU.
 
     Args:
@@ -62,12 +63,14 @@ def choose(tokens: int, weight: Tensor, bias: Tensor | None, cache_dir: str | No
         return None  # there is nothing to choose from
     x = torch.randn(tokens, weight.shape[1], device=weight.device).to(weight.dtype)
     key = _key(x, weight, bias)
-    times = _measured.get(key) or _stored(cache_dir, key)
+    file = hashlib.sha256(key.encode()).hexdigest() + ".linear"
+    times = _measured.get(key) or _stored(read_private(cache_dir, file) if cache_dir else None, key)
     if times is None:
-        generates = tokens == 1  # Inductor has a kernel of its own for one row only
-        times = tuning.fastest(x, weight, bias, (lambda: _generated(x, weight, bias)) if generates else None)
+        # Inductor has a kernel of its own for one row only.
+        generated = (lambda: _generated(x, weight, bias)) if tokens == 1 else None
+        times = tuning.fastest(x, weight, bias, generated, graph_microseconds)
         if cache_dir is not None:
-            write_private(cache_dir, _file(key), json.dumps({"key": key, "times": times}).encode())
+            write_private(cache_dir, file, json.dumps({"key": key, "times": times}).encode())
     _measured[key] = times
     return times
 
@@ -78,21 +81,15 @@ def _key(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     return "\n".join([f"linear {_FORMAT}", *surroundings([x.device]), shape])
 
 
-def _file(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest() + ".linear"
-
-
-def _stored(folder: str | None, key: str) -> Times | None:
-    """What another process measured; whatever is wrong with its file, nothing is lost but a measurement."""
-    if folder is None:
-        return None
+def _stored(content: bytes | str | None, key: str) -> Times | None:
+    """The times that another process left in a file; a bad file costs a measurement, no more."""
     try:
-        content = json.loads(read_private(folder, _file(key)) or b"{}")
-        times = {str(way): float(time) for way, time in content.get("times", {}).items()}
-        known = all(way in (LIBRARY, GENERATED) or is_plan(way) for way in times)
-    except (Rejected, ValueError, TypeError, AttributeError):
+        found = json.loads(content) if isinstance(content, bytes) else {}
+        times = {str(way): float(time) for way, time in found["times"].items()}
+        known = all(way in (LIBRARY, GENERATED) or is_config(way) for way in times)
+        return times if found["key"] == key and LIBRARY in times and known else None
+    except (ValueError, TypeError, AttributeError, KeyError):
         return None
-    return times if content.get("key") == key and LIBRARY in times and known else None
 
 
 def _generated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
@@ -102,7 +99,7 @@ def _generated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., 
     graph.output((graph.call_function(torch.nn.functional.linear, tuple(nodes)),))
     run = _torch.compile_exact(GraphModule({}, graph), inputs)
 
-    def linear(x: Tensor, weight: Tensor, bias: Any) -> Tensor:
-        return run(*([x, weight] if bias is None else [x, weight, bias]))[0]
+    def linear(*operands: Any) -> Tensor:
+        return run(*[operand for operand in operands if operand is not None])[0]
 
     return linear

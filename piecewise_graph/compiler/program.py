@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
 
-from piecewise_graph.compiler.segments import CompiledGraph, CompiledSegment
+from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import InputError, SplittingOpError
 from piecewise_graph.sizes import ShapeContract, Sizes, TensorSpec, evaluate, overwrite, same_layout
 from piecewise_graph.splitter.merged_weights import Merge, with_merged
@@ -20,7 +20,6 @@ from piecewise_graph.splitter.split_graph import (
     SegmentStep,
     Size,
     SplitGraph,
-    references,
     resolve,
 )
 
@@ -33,7 +32,9 @@ class Program:
     """One trace, ready to run.
 
     Attributes:
+        compiled: what runs each segment, by SegmentStep.index.
         token: the size symbol that counts tokens; None for a trace of fixed shapes.
+        static_tokens: token count of a trace of fixed shapes, the only one that it serves; else None.
         device: where its tensors live.
         last_use: slot -> index of the last step that reads it, itself or through a view
             (`len(steps)` for graph outputs).
@@ -42,18 +43,21 @@ class Program:
         merge: which of its linears were merged.
     """
 
-    compiled: CompiledGraph
+    split: SplitGraph
+    compiled: Mapping[int, CompiledSegment]
     contract: ShapeContract
     token: sympy.Symbol | None
+    static_tokens: int | None
     device: torch.device
     last_use: Mapping[int, int]
     blocked: str | None
     unpaddable: str | None
-    merge: Merge = field(default_factory=Merge)
+    merge: Merge
 
     @property
-    def split(self) -> SplitGraph:
-        return self.compiled.split
+    def distinct(self) -> tuple[CompiledSegment, ...]:
+        """Its distinct structures that compute."""
+        return tuple({s.key: s for s in self.compiled.values() if s.facts.computes}.values())
 
     def sizes_at(self, num_tokens: int) -> Sizes:
         return {} if self.token is None else {self.token: num_tokens}
@@ -62,50 +66,47 @@ class Program:
         """What runs `segment` at `sizes`."""
         return segment.at(None if self.token is None else sizes[self.token])
 
+    def bound_arguments(self, args: Sequence[Any]) -> list[tuple[int, Tensor]]:
+        """Those of a call's arguments that graphs read by address, with their indices."""
+        pairs = enumerate(zip(self.split.inputs, args, strict=False))  # merged weights and constants follow
+        return [(index, x) for index, (given, x) in pairs if given.bound and isinstance(x, Tensor)]
+
+    def with_merged(self, args: Sequence[Any]) -> Sequence[Any]:
+        """A call's arguments, followed by the merged tensors that its weights make up.
+
+        Raises:
+            MergedWeightsError: the weights do not make them up any more, and cannot be moved.
+        """
+        return with_merged(args, self.merge.layouts)
+
+    def weights_alone(self, weights: Mapping[int, Tensor | None]) -> Sequence[Any]:
+        """The arguments of a call without activations: `weights` by index, merged ones, None elsewhere."""
+        own = [given for given in self.split.inputs if given.constant is None and not given.merged]
+        return self.with_merged([weights.get(index) for index in range(len(own))])
+
     def dying_at(self, step: int) -> list[int]:
         """Slots that nothing reads after `step`."""
         return [slot for slot, last in self.last_use.items() if last == step]
 
 
-def liveness(compiled: CompiledGraph) -> dict[int, int]:
-    """Last reader of every slot, where a view keeps what it views alive."""
-    steps = compiled.split.steps
-    last = dict.fromkeys(references(compiled.split.outputs), len(steps))
-    for index in reversed(range(len(steps))):
-        step = steps[index]
-        until = index
-        if isinstance(step, SegmentStep):
-            read = references(step.inputs)
-            facts = compiled.segments[step.index].facts
-            if facts.entangled_outputs or not facts.computes:
-                until = max([index, *(last.get(slot, index) for slot in step.outputs)])
-        else:
-            read = [slot for call in step.calls for slot in references((call.args, call.kwargs))]
-        for slot in read:
-            last[slot] = max(last.get(slot, until), until)
-    return last
-
-
 def in_layout(program: Program, args: Sequence[Any], sizes: Sizes) -> Sequence[Any]:
-    """The arguments that the segments take: activations with the strides that these were compiled for, and
-    merged weights at the end.
+    """A call's arguments as segments take them: activations in the strides of the trace, then merged weights.
 
-    Dynamo keeps conditions on symbolic strides among the guards that pg.compile drops.
+    pg.compile drops Dynamo's guards on symbolic strides, so an activation may come in others.
 
     Raises:
         InputError: the trace writes an argument of other strides; a copy would lose the writes.
-        MergedWeightsError: see `with_merged`.
+        MergedWeightsError: see `Program.with_merged`.
     """
     laid_out = list(args)
-    for index, given in enumerate(program.split.inputs[: len(args)]):
-        if given.spec is not None and not given.bound:
-            strides = given.spec.stride_at(sizes)
-            if not same_layout(args[index], strides):
-                if program.blocked == "writes_an_input":
-                    raise InputError.strides(given.name, args[index].stride(), strides)
-                laid_out[index] = given.spec.empty(sizes)
-                overwrite(laid_out[index], args[index])
-    return with_merged(laid_out, program.merge.layouts)
+    for index, spec in program.split.activations:
+        strides = spec.stride_at(sizes)
+        if not same_layout(args[index], strides):
+            if program.blocked == "writes_an_input":
+                raise InputError.strides(program.split.inputs[index].name, args[index].stride(), strides)
+            laid_out[index] = spec.empty(sizes)
+            overwrite(laid_out[index], args[index])
+    return program.with_merged(laid_out)
 
 
 def run_steps(
@@ -136,7 +137,7 @@ def run_steps(
 
     for index, step in enumerate(split.steps):
         if isinstance(step, SegmentStep):
-            segment = program.compiled.segments[step.index]
+            segment = program.compiled[step.index]
             inputs = [value_of(item) for item in step.inputs]
             results = (
                 run_segment(step, segment, inputs) if run_segment else program.code(segment, sizes)(*inputs)
@@ -146,26 +147,23 @@ def run_steps(
         else:
             for call in step.calls:
                 call_args, call_kwargs = resolve(call.args, value_of), resolve(call.kwargs, value_of)
-                result = (run_op or _plain_op)(call, call_args, call_kwargs)
+                result = (
+                    run_op(call, call_args, call_kwargs) if run_op else call.target(*call_args, **call_kwargs)
+                )
                 for element, slot in call.outputs:
                     part = result if element is None else result[element]
-                    values[slot] = as_promised(call.op.name, part, split.specs[slot], sizes)
+                    values[slot] = as_promised(call.op.name, part, split.spec(slot), sizes)
         for slot in program.dying_at(index):
             values[slot] = None
     return [resolve(output, value_of) for output in split.outputs]
 
 
-def _plain_op(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return call.target(*args, **kwargs)
-
-
-def as_promised(op: str, result: Any, spec: TensorSpec | None, sizes: Sizes) -> Tensor:
+def as_promised(op: str, result: Any, spec: TensorSpec, sizes: Sizes) -> Tensor:
     """`result` in the layout that the next segment was compiled for."""
-    assert spec is not None
     found = (result.dtype, tuple(result.shape))
     promised = (spec.dtype, spec.shape_at(sizes))
     if found != promised:
-        raise SplittingOpError.broken_promise(op, "dtype and shape", promised, found)
+        raise SplittingOpError.broken_promise(op, promised, found)
     if result.stride() == spec.stride_at(sizes):
         return result
     kept = spec.empty(sizes)

@@ -1,26 +1,25 @@
-"""Names for what a segment computes, up to names: one for this process, one that holds in any other.
+"""Keys for what a segment computes: one for this process, one that is valid in any other.
 
 Note [Structure, not weights]
-A segment takes its weights as arguments, so two layers whose graphs are equal up to names share one
-compiled function. The key spells out everything that the compiled code depends on: ops, constants,
-dtypes, devices, layouts, the pattern in which inputs share storage, ranges of size symbols and conditions
-on them, with symbols renamed in order of appearance, and the switches of torch that change what code is
-made. Names of nodes, stack traces and the values that symbols had while tracing are left out.
+A segment takes its weights as arguments, so two layers whose graphs are equal up to names share one compiled
+function. The key holds everything that the compiled code depends on: ops, constants, dtypes, devices,
+layouts, which inputs share storage, ranges of size symbols and conditions on them, and the switches of torch
+that change generated code. Symbols are renamed in order of appearance. Names of nodes, stack traces and the
+values of symbols while tracing are left out.
 
 Note [Conditions that come with code]
 Inductor may rely on conditions on sizes (rows * 4096 < 2**31, so that 32 bits index them). It adds them to
-what the trace relies on, and callers who break them get another trace. Code that another trace uses, of
-this process or of the next, must bring its conditions along: they are kept with it, and either hold and
-become part of that trace, or the code is not used. Keys are made before anything is compiled, so that they
-hold the conditions of the model alone.
+the guards of the trace, and a call that breaks them gets another trace. When another trace, of this process
+or the next, uses the code, the same conditions must hold there. So they are kept with the code: either they
+hold and become part of that trace, or the code is not used. Keys are made before anything is compiled, so
+that they hold the conditions of the model alone.
 
 Note [Key for other processes]
-Between processes more can change than between two layers, so the key of a file in cache_dir says more:
-what every node returns and the schemas of custom ops (somebody edited an op), the magnitude of sizes while
-tracing (Inductor picks block sizes by it: powers of two, as it rounds them), and the machine, versions and
-options below. What has no name that another process would understand has no key: bodies of higher-order
-ops, functions of the user's, and those of his ops that tracing opens up, whose code may change under the
-same name.
+More can change between processes than between two layers, so the key of a file in cache_dir holds more: what
+every node returns, the schemas of custom ops (an op may be edited), the magnitude of sizes while tracing
+(Inductor picks block sizes by it, rounded to powers of two), and the machine, versions and options below. A
+segment has no such key if a part of it has no name in another process: bodies of higher-order ops, functions
+of the user's, and custom ops that tracing opens up, because their code may change under the same name.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from torch.fx import GraphModule, Node
 from piecewise_graph import _torch
 
 # Counts up when what is stored, or how segments are compiled, changes.
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def portable_key(gm: GraphModule) -> Key | str:
 def conditions_since(given: int, key: Key, shape_env: Any | None) -> Conditions | None:
     """What the trace relies on beyond its first `given` conditions, where it concerns the segment of `key`.
 
-    None: it ties them to sizes that the segment does not know, so that no other trace can tell.
+    None: some also concern sizes that the segment does not have, so no other trace can check them.
     """
     if shape_env is None:
         return ()
@@ -178,15 +177,13 @@ class _KeyWriter:
 
     def _line(self, node: Node) -> str:
         if node.op == "placeholder":
-            return f"placeholder {self._value(_torch.example_value(node))}"
+            return f"placeholder {self._operand(_torch.example_value(node))}"
         if node.op == "get_attr":
             # Bodies and constants have no structure to compare: equal only where they are one object.
             return f"get_attr {id(getattr(self.gm, str(node.target)))}"
         return f"{node.op} {_target(node)} {self._operand(node.args)} {self._operand(node.kwargs)}"
 
-    def _value(self, value: Any) -> str:
-        if not isinstance(value, Tensor):
-            return self._operand(value)
+    def _tensor(self, value: Tensor) -> str:
         storage = self.storages.setdefault(_torch.storage_id(value), len(self.storages))
         layout = [self._operand(list(part)) for part in (value.shape, value.stride())]
         offset = self._operand(value.storage_offset())
@@ -196,6 +193,8 @@ class _KeyWriter:
     def _operand(self, value: Any) -> str:
         if isinstance(value, Node):
             return f"%{self.index[value]}"
+        if isinstance(value, Tensor):
+            return self._tensor(value)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self._expression(value.node.expr)
         if isinstance(value, Mapping):
@@ -223,26 +222,19 @@ class _KeyWriter:
     def details(self) -> Iterator[str]:
         """What only a key for other processes says (Note [Key for other processes])."""
         for node in self.gm.graph.nodes:
-            yield f"{self._result(_torch.example_value(node))} {_custom_schemas(node)}"
+            yield f"{self._operand(_torch.example_value(node))} {_custom_schemas(node)}"
         shape_env = _torch.shape_env_of(self.gm)
         if shape_env is not None:
             for symbol, name in self.symbols.items():
                 hint = _torch.size_hint(shape_env, symbol)
                 yield f"{name} {None if hint is None else (hint - 1).bit_length()}"
 
-    def _result(self, value: Any) -> str:
-        if isinstance(value, (tuple, list)):
-            return f"[{', '.join(map(self._result, value))}]"
-        return self._value(value)
-
 
 def _target(node: Node) -> str:
-    target = node.target
-    if isinstance(target, str):
-        return target
-    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')} {target}".split(
-        " at 0x"
-    )[0]
+    if isinstance(node.target, str):
+        return node.target
+    names = [getattr(node.target, name, "") for name in ("__module__", "__qualname__")]
+    return f"{names} {node.target}".split(" at 0x")[0]
 
 
 def _switches() -> tuple[Any, ...]:

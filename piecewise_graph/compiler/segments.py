@@ -1,16 +1,17 @@
-"""SplitGraph -> CompiledGraph: one compile per distinct segment structure (segment_key.py)."""
+"""What runs the segments of a SplitGraph: one compile per distinct structure (segment_key.py)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 from torch.fx import GraphModule
 
 from piecewise_graph import _torch
-from piecewise_graph.compiler.disk_cache import Made, is_filled, load_or_compile
+from piecewise_graph.compiler.disk_cache import Folder, Made, is_filled, load_or_compile
 from piecewise_graph.compiler.facts import SegmentFacts, analyse
 from piecewise_graph.compiler.segment_key import (
     Conditions,
@@ -32,13 +33,13 @@ class ExactCode:
         run: like the segment's own; None where it is not to be used.
         linears: which kernels serve its linear layers, for people.
         seconds: what compiling and measuring took.
-        refused: why it is not used.
+        reason: why it is not used, or None.
     """
 
     run: Callable[..., Sequence[Tensor]] | None
     linears: tuple[str, ...]
     seconds: float
-    refused: str | None = None
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class CompiledSegment:
         conditions: on sizes, for any trace that uses it (Note [Conditions that come with code]).
         gm: kept so that the constants whose identity is in the key live as long as the key does.
         from_cache: loaded from cache_dir rather than compiled.
-        cache_note: why a file of cache_dir was not used, or none was written.
+        cache_reason: why a file of cache_dir was not used, or none was written; or None.
         exact: token count -> code for exactly that many.
     """
 
@@ -64,7 +65,7 @@ class CompiledSegment:
     seconds: float
     conditions: Conditions | None = ()
     from_cache: bool = False
-    cache_note: str | None = None
+    cache_reason: str | None = None
     exact: Mapping[int, ExactCode] = field(default_factory=dict)
 
     def at(self, num_tokens: int | None) -> Callable[..., Sequence[Tensor]]:
@@ -73,20 +74,8 @@ class CompiledSegment:
         return self.run if code is None or code.run is None else code.run
 
 
-@dataclass(frozen=True)
-class CompiledGraph:
-    """A SplitGraph whose segments can run; `segments[i]` belongs to `split.segments[i]`."""
-
-    split: SplitGraph
-    segments: Mapping[int, CompiledSegment]  # by SegmentStep.index
-
-    @property
-    def distinct(self) -> tuple[CompiledSegment, ...]:
-        return tuple({s.key: s for s in self.segments.values() if s.facts.computes}.values())
-
-
-def prepare(compiler: str, cache_dir: str | None) -> None:
-    """Do what takes long and can go on beside tracing.
+def prepare(compiler: str, cache_dir: Folder | None) -> None:
+    """Start what takes long and can go on beside tracing.
 
     Inductor's worker processes need seconds to start, and until then kernels are compiled one by one.
     """
@@ -95,60 +84,62 @@ def prepare(compiler: str, cache_dir: str | None) -> None:
 
 
 def compile_split(
-    split: SplitGraph, compiler: str, compiled: dict[str, CompiledSegment], cache_dir: str | None = None
-) -> CompiledGraph:
-    """Compile every segment of `split`, each structure once.
+    split: SplitGraph, compiler: str, compiled: dict[str, CompiledSegment], cache_dir: Folder | None = None
+) -> dict[int, CompiledSegment]:
+    """What runs each segment of `split`, by SegmentStep.index; each structure is compiled once.
 
     Args:
         compiled: structures by key, shared by the traces of one model; grows here.
-        cache_dir: where compiled segments of other processes lie, and ours will (cache.py).
+        cache_dir: where other processes left compiled segments, and this one will (disk_cache.py).
     """
     prepare(compiler, cache_dir)
     shape_env = next(filter(None, (_torch.shape_env_of(step.gm) for step in split.segments)), None)
     given = len(_torch.shape_guards(shape_env)) if shape_env is not None else 0
-    stored = cache_dir is not None and compiler == "inductor"
-    jobs: dict[str, _Job] = {}
+    jobs: dict[str, tuple[Key, Callable[[], CompiledSegment]]] = {}
     digests = {}
     for step in split.segments:
         key = structure_key(step.gm, compiler)
         digests[step.index] = key.digest
         if key.digest not in jobs:
-            folder, portable = (cache_dir, portable_key(step.gm)) if stored else (None, "")
-            jobs[key.digest] = _Job(step, key, compiler, given, folder, portable)
-    for digest, job in jobs.items():
-        if digest not in compiled or not accept(compiled[digest].conditions, job.key, shape_env):
-            compiled[digest] = _compile(job)
-    return CompiledGraph(split, {index: compiled[digest] for index, digest in digests.items()})
+            stored = None
+            if cache_dir is not None and compiler == "inductor":
+                stored = cache_dir, portable_key(step.gm)
+            jobs[key.digest] = key, partial(_compile, step, key, compiler, given, stored)
+    for digest, (key, job) in jobs.items():
+        if digest not in compiled or not accept(compiled[digest].conditions, key, shape_env):
+            compiled[digest] = job()
+    found = {index: compiled[digest] for index, digest in digests.items()}
+    computing = sum(segment.facts.computes for segment in found.values())
+    counters.add("segments", computing)
+    counters.add("inline_segments", len(found) - computing)
+    counters.add("op_steps", len(split.steps) - len(found))
+    return found
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A structure to compile: its first segment, keys, the number of conditions that the trace came with."""
+def _compile(
+    step: SegmentStep, key: Key, compiler: str, given: int, stored: tuple[Folder, Key | str] | None
+) -> CompiledSegment:
+    """The structure of `step`.
 
-    step: SegmentStep
-    key: Key
-    compiler: str
-    given: int
-    cache_dir: str | None
-    portable: Key | str
-
-
-def _compile(job: _Job) -> CompiledSegment:
-    gm, key, compiler = job.step.gm, job.key.digest, job.compiler
+    Args:
+        given: conditions on sizes that the model's trace came with.
+        stored: where other processes find it, and under which key (or the reason why it has none).
+    """
+    gm = step.gm
     inputs = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
     facts = analyse(gm, inputs)
     if not facts.computes:
-        return CompiledSegment(key, gm, gm.forward, facts, 0.0)
+        return CompiledSegment(key.digest, gm, gm.forward, facts, 0.0)
     # AOTAutograd mistakes two inputs of one storage, one of them written, for unrelated tensors.
     chosen = "eager" if facts.aliased_write else compiler
-    _torch.publish_graph(f"segment_{job.step.index}", gm)
+    _torch.publish_graph(f"segment_{step.index}", gm)
     began = time.perf_counter()
-    if job.cache_dir is not None and chosen == "inductor":
-        made = load_or_compile(job.cache_dir, job.portable, gm, inputs, job.given)
+    if stored is not None and chosen == "inductor":
+        made = load_or_compile(*stored, gm, inputs, given)
     else:
         made = Made(_torch.compile_segment(gm, inputs, chosen), False, None)
     if not made.from_cache:
         counters.add("compiles")
     seconds = time.perf_counter() - began
-    conditions = conditions_since(job.given, job.key, _torch.shape_env_of(gm))
-    return CompiledSegment(key, gm, made.run, facts, seconds, conditions, made.from_cache, made.note)
+    conditions = conditions_since(given, key, _torch.shape_env_of(gm))
+    return CompiledSegment(key.digest, gm, made.run, facts, seconds, conditions, made.from_cache, made.reason)

@@ -7,15 +7,22 @@
     speculator = Speculator(target, load_draft(draft_path, target))
     tokens, statistics = speculator.generate(prompts, max_new_tokens=64, return_stats=True)
 
-A file per stage, read in this order:
+Read it in this order:
 
-    shapes, buffers   what a round looks like; static buffers as data
-    target, draft     the two models (draft_config, checkpoints), compiled once each (models, forward)
-    phases            the algorithm: draft, verify, extend (sampling, synthetic)
-    round, runner     its tensors; a phase as a graph (weights); ready: a round of three of them
-    prefill, mixed    prompts, alone or in the forwards of a round
-    engine            requests in, tokens out (request, scheduler, results, statistics, planner)
-    speculator        puts it all together (workshop)
+    options, request      what users choose; one request and how far it is
+    head/                 the draft: its config, its model, and checkpoints
+    rounds/               one round on static buffers
+      target, round_models, compiled_forward    the models, each compiled once, in every graph mode
+      resources           models, caches, request table and state, which all rounds share
+      round_tensors       the buffers of one batch size and draft shape (round_buffers: as data)
+      phases              the algorithm: draft, verify, draft-extend (sampling, synthetic)
+      prefill             prompts, alone or in the forwards of a round
+      round, launch       three phases as graphs (phase_runner, weights); a result on its way to the host
+    serving/              requests over rounds
+      round_store         the rounds made so far, and which one serves a batch
+      shape_planner       how much to draft
+      scheduler, engine   slots and pages; requests in, tokens out
+    speculator            puts it all together (serving.model_checks)
 """
 
 from typing import Any

@@ -1,102 +1,117 @@
-"""What can go wrong in speculative decoding: what happened, where, what to do."""
+"""What can go wrong in speculative decoding: what happened, where, what to do.
+
+Most errors are data: `name = _Message(what, remedy)` makes `Error.name(value, ...)` a constructor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from string import Formatter
+from typing import Any
 
 from piecewise_graph.errors import PiecewiseError
+
+
+class _Message:
+    """A named constructor of an error class.
+
+    It takes one value per field of the two texts, in the order in which they first name the fields.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.what, self.remedy = what, remedy
+        named = (field for _, field, _, _ in Formatter().parse(what + remedy) if field)
+        self.fields = tuple(dict.fromkeys(named))
+
+    def __get__(self, _: object, error: type[PiecewiseError]) -> Callable[..., Any]:
+        def make(*values: object) -> PiecewiseError:
+            plain = (tuple(value) if isinstance(value, tuple) else value for value in values)  # torch.Size
+            found = dict(zip(self.fields, plain, strict=True))
+            return error(self.what.format(**found), self.remedy.format(**found))
+
+        return make
+
+
+_OFFSETS = (
+    "d2t holds offsets, not ids: target id = draft id + d2t[draft id]. Use the d2t that the head was "
+    "trained with, for this target's vocabulary."
+)
+_OTHER_TARGET = "load the head that was trained for this model."
+_OTHER_DRAFT = "use the draft with the target that it was trained for."
+_RATES = (
+    "pass a mean accept length from 1 to steps + 1, or one acceptance rate per position: from 0 to 1, none "
+    "above the one before."
+)
+_SAMPLING = {  # field of Sampling -> what it takes
+    "temperature": "pass 0 for greedy, or more.",
+    "top_k": "pass how many tokens to keep; 0 = all.",
+    "top_p": "pass a probability above 0 and up to 1; 1 = all.",
+    "seed": "pass a whole number from 0 to 2**62 - 1.",
+}
 
 
 class EagleError(PiecewiseError, ValueError):
     """A draft head, or its use, that does not fit the target model or the checkpoint."""
 
-    @classmethod
-    def bad_config(cls, field: str, value: object, expected: str) -> EagleError:
-        return cls(f"DraftConfig({field}={value!r}) cannot work.", f"pass {expected}.")
-
-    @classmethod
-    def wrong_module(cls, name: str, found: Sequence[int], expected: Sequence[int]) -> EagleError:
-        return cls(
-            f"{name} to be shared has a weight of shape {tuple(found)}, the draft needs {tuple(expected)}.",
-            f"pass the target's module of the same vocabulary and hidden size, or {name}=None: "
-            "the draft then makes its own.",
-        )
-
-    @classmethod
-    def no_mapping(cls, draft_vocabulary: int, vocabulary: int) -> EagleError:
-        return cls(
-            f"the draft has {draft_vocabulary} tokens and the target {vocabulary}, and no d2t maps them.",
-            "pass d2t, int64, target id minus draft id of every draft token.",
-        )
-
-    @classmethod
-    def wrong_mapping(cls, what: str) -> EagleError:
-        return cls(
-            f"d2t cannot be right: {what}.",
-            "d2t holds offsets, not ids: target id = draft id + d2t[draft id]. Use the d2t that the head was "
-            "trained with, for this target's vocabulary.",
-        )
-
-    @classmethod
-    def no_head(cls, target: str) -> EagleError:
-        return cls(
-            f"{target} has no embedding and lm_head, which a draft head shares.",
-            "pass the whole causal LM, as AutoModelForCausalLM loads it, and not its decoder alone.",
-        )
-
-    @classmethod
-    def no_checkpoint(cls, folder: Path, missing: str) -> EagleError:
-        return cls(
-            f"{folder} holds no draft head: {missing}.",
-            "pass a local folder with config.json and model.safetensors, or shards and their index, or "
-            "pytorch_model.bin; huggingface_hub.snapshot_download(name) makes one and returns it.",
-        )
-
-    @classmethod
-    def unreadable(cls, file: Path, why: object) -> EagleError:
-        return cls(f"{file} cannot be read: {why}.", "it is cut off or damaged; download or write it again.")
-
-    @classmethod
-    def bad_checkpoint_config(cls, folder: Path, what: object) -> EagleError:
-        return cls(
-            f"{folder}/config.json describes no draft head: {what}.",
-            "correct config.json, or download it again.",
-        )
-
-    @classmethod
-    def unsupported_head(cls, folder: Path, what: str) -> EagleError:
-        return cls(
-            f"the draft head in {folder} is of a kind that is not supported: {what}.",
-            "use an EAGLE, EAGLE-2 or EAGLE-3 head whose layers are Llama's or Qwen's, without quantisation.",
-        )
-
-    @classmethod
-    def other_target(cls, folder: Path, what: str, head: int, target: int) -> EagleError:
-        return cls(
-            f"the draft head in {folder} is for a target with {what} {head}, this one has {target}.",
-            "load the head that was trained for this model.",
-        )
-
-    @classmethod
-    def wrong_feature_layer(cls, folder: Path, field: str, layer: int, layers: int, shift: int) -> EagleError:
-        return cls(
-            f"{folder}/config.json: {field} names layer {layer}, but the target has {layers} layers.",
-            f"that field goes from {-shift} to {layers - 1 - shift}; "
-            "load the head that was trained for this model.",
-        )
+    bad_config = _Message("DraftConfig({field}={value!r}) cannot work.", "pass {expected}.")
+    wrong_module = _Message(
+        "{name} to be shared has a weight of shape {found}, the draft needs {expected}.",
+        "pass the target's module of the same vocabulary and hidden size, or {name}=None: the draft then "
+        "makes its own.",
+    )
+    no_mapping = _Message(
+        "the draft has {draft_vocabulary} tokens and the target {vocabulary}, and no d2t maps them.",
+        "pass d2t, int64, target id minus draft id of every draft token.",
+    )
+    wrong_d2t_tensor = _Message(
+        "d2t cannot be right: {dtype} of shape {shape}, not torch.int64 of ({tokens},).", _OFFSETS
+    )
+    wrong_d2t_offset = _Message(
+        "d2t cannot be right: it maps draft token {draft} to target token {id}, of {vocabulary}.", _OFFSETS
+    )
+    no_head = _Message(
+        "{target} has no embedding and lm_head, which a draft head shares.",
+        "pass the whole causal LM, as AutoModelForCausalLM loads it, and not its decoder alone.",
+    )
+    no_checkpoint = _Message(
+        "{folder} holds no draft head: {missing}.",
+        "pass a local folder with config.json and model.safetensors, or shards and their index, or "
+        "pytorch_model.bin; huggingface_hub.snapshot_download(name) makes one and returns it.",
+    )
+    unreadable = _Message(
+        "{file} cannot be read: {why}.", "it is cut off or damaged; download or write it again."
+    )
+    bad_checkpoint_config = _Message(
+        "{folder}/config.json describes no draft head: {what}.", "correct config.json, or download it again."
+    )
+    unsupported_head = _Message(
+        "the draft head in {folder} is of a kind that is not supported: {what}.",
+        "use an EAGLE, EAGLE-2 or EAGLE-3 head whose layers are Llama's or Qwen's, without quantisation.",
+    )
+    other_target = _Message(
+        "the draft head in {folder} is for a target with {what} {head}, this one has {target}.", _OTHER_TARGET
+    )
+    wrong_feature_layer = _Message(
+        "{folder}/config.json: {field} names layer {layer}, but the target has {layers} layers.",
+        "that field goes from {first} to {last}; " + _OTHER_TARGET,
+    )
+    wrong_tensor_shape = _Message(
+        "the draft head in {folder}: {name} has shape {found}, not {expected}.",
+        "config.json is of another head, or the head is of another target model.",
+    )
+    own_lm_head = _Message(
+        "this EAGLE-1 head has an lm_head of its own, which no checkpoint layout can store.",
+        "make it with lm_head=target_model.get_output_embeddings(), as load_draft does.",
+    )
 
     @classmethod
     def missing_tensor(cls, folder: Path, name: str, shape: Sequence[int], others: int) -> EagleError:
         more = f", nor {others} more" if others else ""
-        bias = (
-            ' A head that was trained without this bias says so in config.json, as "bias": false.'
-            if name == "fc.bias"
-            else ""
-        )
+        bias = ' A head that was trained without this bias says so in config.json, as "bias": false.'
         return cls(
             f"the draft head in {folder} has no tensor {name}, of shape {tuple(shape)}{more}.",
-            f"the checkpoint is incomplete, or config.json is of another head.{bias}",
+            "the checkpoint is incomplete, or config.json is of another head." + bias * (name == "fc.bias"),
         )
 
     @classmethod
@@ -104,137 +119,140 @@ class EagleError(PiecewiseError, ValueError):
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         return cls(
             f"the draft head in {folder} has tensors that its config.json does not account for: {shown}.",
-            "without them it would compute something else than it was trained to. Correct config.json if it "
-            "is of another head; a kind of head that has such weights is not supported.",
-        )
-
-    @classmethod
-    def wrong_tensor_shape(
-        cls, folder: Path, name: str, found: Sequence[int], expected: Sequence[int]
-    ) -> EagleError:
-        return cls(
-            f"the draft head in {folder}: {name} has shape {tuple(found)}, not {tuple(expected)}.",
-            "config.json is of another head, or the head is of another target model.",
-        )
-
-    @classmethod
-    def own_lm_head(cls) -> EagleError:
-        return cls(
-            "an EAGLE-1 head has no lm_head of its own in any checkpoint layout, and this one has.",
-            "make it with lm_head=target_model.get_output_embeddings(), as load_draft does.",
+            "without them the head would not compute what it was trained to. Correct config.json if it "
+            "belongs to another head; heads with such weights are not supported.",
         )
 
 
 class SpeculatorError(PiecewiseError, ValueError):
-    """A request, a shape of speculation or a model that the loop cannot serve."""
+    """A request, a draft shape or a model that the loop cannot serve."""
+
+    # Target and draft.
+    no_layer = _Message(
+        "the draft reads the input of target layer {index}; the target has layers 0 to {last}.", _OTHER_DRAFT
+    )
+    no_layers = _Message(
+        "{model} has no list of its {layers} decoder layers, so features cannot be taken between them.",
+        "use a draft that reads the last hidden state (EAGLE-1), or a model with a list of layers.",
+    )
+    wrong_attention = _Message(
+        "the target's attention is {found!r}, which does not read the paged KV cache.",
+        'call pg.register_attention(), and load the model with attn_implementation="piecewise".',
+    )
+    unlike = _Message(
+        "the draft's {what} is {draft}, the target's {target}.",
+        _OTHER_DRAFT + " load_draft(path, target) gives it the target's dtype and device.",
+    )
+    no_draft = _Message("{shape} needs a draft model and there is none.", "pass draft=, or DraftShape(0).")
+
+    # Draft shapes.
+    no_shapes = _Message(
+        "no round can have this shape: shapes={shapes!r}.", "pass a list, such as [3, 0]; 0 = plain decoding."
+    )
+    not_a_shape = _Message(
+        "no round can have this shape: {shape!r} is no shape.",
+        'pass a DraftShape or a number of steps; "auto" is for shape= of generate and engine.',
+    )
+    not_whole = _Message("no round can have this shape: {name}={value!r}.", "pass a whole number.")
+    bad_depth = _Message(
+        "no round can have this shape: {steps} steps with top-k {topk}.",
+        "pass steps=0 for plain decoding, else 1 or more; topk=1 for a chain, more for a tree.",
+    )
+    bad_draft_tokens = _Message(
+        "no round can have this shape: {nodes} draft tokens of {steps} steps with top-k {topk}.",
+        "pass num_draft_tokens={wanted}, the root included.",
+    )
+    too_deep = _Message(
+        "no round can have this shape: {nodes} draft tokens of {steps} steps with top-k {topk}.",
+        "draft at most {max} tokens.",
+    )
+    tree_on_pages = _Message(
+        "no round can have this shape: {shape}, with pages of {page_size} tokens.",
+        "pass page_size=1: a tree's commit reorders slots, not pages.",
+    )
+    too_many_branches = _Message(
+        "no round can have this shape: top-k {topk} of a draft with {vocabulary} tokens.",
+        "choose a smaller topk.",
+    )
+
+    # Settings of a speculator.
+    too_small = _Message("a speculator cannot be made with {name}={value}.", "pass {minimum} or more.")
+    bad_batch_sizes = _Message(
+        "a speculator cannot be made with max_requests={max_requests}, batch_sizes={sizes}.",
+        "serve at least one request at a time.",
+    )
+    too_few_positions = _Message(
+        "a speculator cannot be made with max_seq_len={asked} and a target of {positions} positions.",
+        "lower it; a model with more positions says so in config.max_position_embeddings.",
+    )
+    bad_rules = _Message(
+        "a speculator cannot be prepared for rules={rules!r}.", "pass a list of some of {known}."
+    )
+    prefill_is_fixed = _Message(
+        "graphs={{'prefill': {asked!r}}} of a generation; this speculator runs prompts {fixed!r}.",
+        "pass it when the speculator is made: Speculator(..., graphs={{'prefill': ...}}).",
+    )
+    bad_graphs = _Message(
+        "graphs={{{phase!r}: {mode!r}}} names no phase, or no graph mode.",
+        "phases are {phases}; graph modes are {modes}; prefill is never 'full'.",
+    )
+    fixed_option = _Message(
+        "the speculator sets the option {name!r} itself.",
+        "leave it out; sizes, pool and outputs follow from shapes=, batch_sizes= and graphs=.",
+    )
+    capture_failed = _Message(
+        "the graph of phase {phase!r} cannot be captured: {why}",
+        "name fewer batch_sizes= or shapes=, or pass graphs={{{phase!r}: 'piecewise'}}.",
+    )
+
+    # Synthetic acceptance.
+    bad_mean = _Message("these are no acceptance rates: a mean of {mean} tokens from {steps} steps.", _RATES)
+    too_few_rates = _Message("these are no acceptance rates: {rates} rates for {steps} steps.", _RATES)
+    bad_rates = _Message("these are no acceptance rates: {rates}.", _RATES)
+
+    # Requests.
+    engine_open = _Message(
+        "another engine of this speculator has {unfinished} unfinished requests.",
+        "step it until nothing is unfinished, or close it: engine.close(), or speculator.close().",
+    )
+    foreign_request = _Message(
+        "request {index} is none of this engine's.", "abort it where add_request was called for it."
+    )
+    wrong_count = _Message(
+        "nothing can be generated from {values} values of {name} for {prompts} prompts.",
+        "pass one for all, or one per prompt.",
+    )
+    no_token_ids = _Message(
+        "request {index} cannot be served: its {what} is {given!r}.",
+        "pass a sequence of token ids (of prompts: a list of such).",
+    )
+    empty_prompt = _Message(
+        "request {index} cannot be served: its prompt is empty.", "pass at least one token."
+    )
+    unknown_token = _Message(
+        "request {index} cannot be served: token {token} of its {where} is none of the target's {size}.",
+        "encode text with the target's tokenizer.",
+    )
+    bad_max_new_tokens = _Message(
+        "request {index} cannot be served: max_new_tokens is {given!r}.",
+        "ask for at least one token, a whole number of them.",
+    )
+    no_sampling = _Message(
+        "request {index} cannot be served: its sampling is {given!r}.",
+        "pass Sampling(...), or None = greedy.",
+    )
+    request_too_long = _Message(
+        "request {index} cannot be served: {prompt} prompt tokens and {new} new ones are {total}.",
+        "keep to {max_seq_len}, or raise max_seq_len= of the speculator.",
+    )
 
     @classmethod
-    def no_layer(cls, index: int, layers: int) -> SpeculatorError:
-        return cls(
-            f"the draft reads the input of target layer {index}; the target has layers 0 to {layers - 1}.",
-            "use the draft with the target that it was trained for.",
-        )
-
-    @classmethod
-    def no_layers(cls, model: str, layers: int) -> SpeculatorError:
-        return cls(
-            f"{model} has no list of its {layers} decoder layers, so features cannot be taken between them.",
-            "use a draft that reads the last hidden state (EAGLE-1), or a model with a list of layers.",
-        )
-
-    @classmethod
-    def wrong_attention(cls, found: str | None) -> SpeculatorError:
-        return cls(
-            f"the target's attention is {found!r}, which does not read the paged KV cache.",
-            'call pg.register_attention(), and load the model with attn_implementation="piecewise".',
-        )
-
-    @classmethod
-    def bad_shape(cls, what: str, remedy: str) -> SpeculatorError:
-        return cls(f"no round can have this shape: {what}.", remedy)
-
-    @classmethod
-    def bad_sampling(cls, what: str, remedy: str) -> SpeculatorError:
-        return cls(f"nothing can be sampled like this: {what}.", remedy)
-
-    @classmethod
-    def bad_setting(cls, what: str, remedy: str) -> SpeculatorError:
-        return cls(f"no speculator can be made or prepared like this: {what}.", remedy)
-
-    @classmethod
-    def not_loaded(cls, what: str, why: object, remedy: str) -> SpeculatorError:
-        return cls(f"{what} cannot be used: {str(why).partition(chr(10))[0]}", remedy)
-
-    @classmethod
-    def bad_graphs(
-        cls, phase: str, how: object, phases: Sequence[str], ways: Sequence[str]
-    ) -> SpeculatorError:
-        return cls(
-            f"graphs={{{phase!r}: {how!r}}} names no phase, or no way to run one.",
-            f"phases are {', '.join(phases)}; ways are {', '.join(ways)}; prefill is never 'full'.",
-        )
-
-    @classmethod
-    def prefill_is_fixed(cls, asked: object, fixed: str) -> SpeculatorError:
-        return cls(
-            f"graphs={{'prefill': {asked!r}}} of a generation; this speculator runs prompts {fixed!r}.",
-            "pass it when the speculator is made: Speculator(..., graphs={'prefill': ...}).",
-        )
+    def bad_sampling(cls, name: str, value: object) -> SpeculatorError:
+        return cls(f"nothing can be sampled like this: {name}={value!r}.", _SAMPLING[name])
 
     @classmethod
     def unprepared(cls, shape: object, known: Iterable[object]) -> SpeculatorError:
         return cls(
             f"{shape} was not named when the speculator was made, which has {', '.join(map(str, known))}.",
             "name it in shapes= there: buffers and graphs are made before serving.",
-        )
-
-    @classmethod
-    def no_draft(cls, shape: object) -> SpeculatorError:
-        return cls(f"{shape} needs a draft model and there is none.", "pass draft=, or DraftShape(0).")
-
-    @classmethod
-    def unlike(cls, what: str, draft: object, target: object) -> SpeculatorError:
-        return cls(
-            f"the draft's {what} is {draft}, the target's {target}.",
-            "use the draft with the target that it was trained for; load_draft(path, target) loads it as the "
-            "target's dtype, onto its device.",
-        )
-
-    @classmethod
-    def capture_failed(cls, phase: str, why: str) -> SpeculatorError:
-        return cls(
-            f"the graph of phase {phase!r} cannot be captured: {why}",
-            f"name fewer batch_sizes= or shapes=, or pass graphs={{{phase!r}: 'piecewise'}}.",
-        )
-
-    @classmethod
-    def engine_open(cls, unfinished: int) -> SpeculatorError:
-        return cls(
-            f"another engine of this speculator has {unfinished} unfinished requests.",
-            "step it until nothing is unfinished, or close it: engine.close(), or speculator.close().",
-        )
-
-    @classmethod
-    def foreign_request(cls, index: int) -> SpeculatorError:
-        return cls(
-            f"request {index} is none of this engine's.", "abort it where add_request was called for it."
-        )
-
-    @classmethod
-    def fixed_option(cls, name: str) -> SpeculatorError:
-        return cls(
-            f"the option {name!r} is the speculator's own.",
-            "leave it out; sizes, pool and outputs follow from shapes=, batch_sizes= and graphs=.",
-        )
-
-    @classmethod
-    def bad_request(cls, index: int, what: str, remedy: str) -> SpeculatorError:
-        return cls(f"request {index} cannot be served: {what}.", remedy)
-
-    @classmethod
-    def bad_rates(cls, what: str) -> SpeculatorError:
-        return cls(
-            f"these are no acceptance rates: {what}.",
-            "pass a mean accept length from 1 to steps + 1, or per position the share of rounds that accept "
-            "it: from 0 to 1, none above the one before.",
         )

@@ -1,4 +1,4 @@
-"""What a round of speculation looks like, and how a request is sampled."""
+"""What users choose: the shape of a draft, how a request is sampled, and the limits of a speculator."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from .errors import SpeculatorError
 
 AUTO = "auto"  # the planner chooses a shape for each round
-FULL, PIECEWISE, COMPILED, EAGER = WAYS = ("full", "piecewise", "compiled", "eager")  # of running a phase
+FULL, PIECEWISE, COMPILED, EAGER = GRAPH_MODES = ("full", "piecewise", "compiled", "eager")
 MAX_DRAFT_TOKENS = 256  # what the kernels of trees hold
 
 
 @dataclass(frozen=True)
 class DraftShape:
-    """How much a round drafts. `DraftShape(0)` is plain decoding.
+    """How many tokens a round drafts. `DraftShape(0)` is plain decoding.
 
     Attributes:
-        steps: S, how many tokens deep; S - 1 draft forwards.
+        steps: S, the depth of the draft in tokens; it takes S - 1 draft forwards.
         topk: k, branches that each level keeps; 1 = a chain.
         num_draft_tokens: N, rows that the target verifies per request, the root included; None = S + 1 for a
-            chain, else `8 * steps` or as many candidates as there are.
+            chain, for a tree `8 * steps` or the number of candidates, whichever is smaller.
 
     Raises:
-        SpeculatorError: such a round cannot be.
+        SpeculatorError: the values contradict each other, or the kernels cannot hold so many tokens.
     """
 
     steps: int
@@ -35,27 +35,23 @@ class DraftShape:
         for name in ("steps", "topk", "num_draft_tokens"):
             value = getattr(self, name)
             if type(value) is not int and not (name == "num_draft_tokens" and value is None):
-                raise SpeculatorError.bad_shape(f"{name}={value!r}", "pass a whole number.")
+                raise SpeculatorError.not_whole(name, value)
         if self.steps < 0 or self.topk < 1 or (self.steps == 0 and self.topk > 1):
-            what = f"{self.steps} steps with top-k {self.topk}"
-            raise SpeculatorError.bad_shape(
-                what, "pass steps=0 for plain decoding, else 1 or more; topk=1 for a chain, more for a tree."
-            )
-        most = 1 + self.candidates
+            raise SpeculatorError.bad_depth(self.steps, self.topk)
+        drafted = 1 + self.candidates
+        low, high = drafted if self.topk == 1 else 2, min(drafted, MAX_DRAFT_TOKENS)
         if self.num_draft_tokens is None:
-            chosen = most if self.topk == 1 else min(most, 8 * self.steps, MAX_DRAFT_TOKENS)
+            chosen = drafted if self.topk == 1 else min(high, 8 * self.steps)
             object.__setattr__(self, "num_draft_tokens", chosen)
-        low, high = most if self.topk == 1 else 2, min(most, MAX_DRAFT_TOKENS)
         if not low <= self.nodes <= high:
-            what = f"{self.num_draft_tokens} draft tokens of {self.steps} steps with top-k {self.topk}"
-            wanted = f"{low} to {high}" if low < high else f"{high}"
             if low > high:
-                raise SpeculatorError.bad_shape(what, f"draft at most {MAX_DRAFT_TOKENS - 1} tokens.")
-            raise SpeculatorError.bad_shape(what, f"pass num_draft_tokens={wanted}, the root included.")
+                raise SpeculatorError.too_deep(self.nodes, self.steps, self.topk, high - 1)
+            wanted = high if low == high else f"{low} to {high}"
+            raise SpeculatorError.bad_draft_tokens(self.nodes, self.steps, self.topk, wanted)
 
     @property
     def nodes(self) -> int:
-        """N as a number."""
+        """N, filled in."""
         assert self.num_draft_tokens is not None
         return self.num_draft_tokens
 
@@ -69,8 +65,8 @@ class DraftShape:
         return self.topk > 1
 
     @property
-    def room(self) -> int:
-        """Tokens beyond its length that a request needs pages for during a round."""
+    def lookahead(self) -> int:
+        """Lookahead slots: tokens beyond its length that a request needs pages for during a round."""
         return max(self.nodes, (self.steps - 1) * self.topk)
 
     def __str__(self) -> str:
@@ -82,7 +78,7 @@ class DraftShape:
 
 
 def planner_shapes(*, trees: bool = True) -> list[DraftShape]:
-    """What the command line lets the planner choose from, beside plain decoding."""
+    """Shapes that the command line gives the planner, beside plain decoding."""
     chains = [DraftShape(steps) for steps in (1, 2, 3, 4, 5)]
     return [*chains, DraftShape(3, 2), DraftShape(5, 4, 16)] if trees else chains
 
@@ -94,12 +90,12 @@ class Sampling:
     Attributes:
         temperature: 0 = the most likely token.
         top_k: only the k most likely; 0 = all.
-        top_p: only the most likely that have this probability together; 1 = all. After top_k.
-        seed: two requests with the same prompt, seed and draft shape get the same tokens, whatever shares
-            their batch. With shape="auto" timing chooses the shape, and with it the tokens.
+        top_p: only the most likely tokens whose probabilities sum to this; 1 = all. Applied after top_k.
+        seed: two requests with the same prompt, seed and draft shape get the same tokens in every batch.
+            With shape="auto" the measured times choose the shape, and so the tokens.
 
     Raises:
-        SpeculatorError: a value that means nothing.
+        SpeculatorError: a value is out of range.
     """
 
     temperature: float = 0.0
@@ -108,15 +104,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        faults = {
-            "temperature": (0 <= self.temperature < float("inf"), "pass 0 for greedy, or more."),
-            "top_k": (_is_whole(self.top_k, 2**31), "pass how many tokens to keep; 0 = all."),
-            "top_p": (0 < self.top_p <= 1, "pass a probability above 0 and up to 1; 1 = all."),
-            "seed": (_is_whole(self.seed, 2**62), "pass a whole number from 0 to 2**62 - 1."),
+        valid = {
+            "temperature": 0 <= self.temperature < float("inf"),
+            "top_k": _is_whole(self.top_k, 2**31),
+            "top_p": 0 < self.top_p <= 1,
+            "seed": _is_whole(self.seed, 2**62),
         }
-        for name, (fine, remedy) in faults.items():
-            if not fine:
-                raise SpeculatorError.bad_sampling(f"{name}={getattr(self, name)!r}", remedy)
+        for name in (name for name, is_valid in valid.items() if not is_valid):
+            raise SpeculatorError.bad_sampling(name, getattr(self, name))
 
     @property
     def greedy(self) -> bool:
@@ -132,17 +127,52 @@ def _is_whole(value: Any, end: int) -> bool:
 
 
 def as_shapes(shapes: Any) -> tuple[DraftShape, ...]:
-    """Each once, in order."""
+    """Shapes, or numbers of steps, as shapes: in order, each once."""
     if isinstance(shapes, (str, int, DraftShape)) or not shapes:
-        raise SpeculatorError.bad_shape(f"{shapes=}", "pass a list, such as [3, 0]; 0 = plain decoding.")
+        raise SpeculatorError.no_shapes(shapes)
     return tuple(dict.fromkeys(map(as_shape, shapes)))
 
 
 def as_shape(shape: Any) -> DraftShape:
-    """A shape, or the number of steps of a chain."""
+    """A shape, or the number of steps of a chain, as a shape."""
     if not isinstance(shape, (DraftShape, int)):
-        what = f"{shape!r} is no shape"
-        raise SpeculatorError.bad_shape(
-            what, 'pass a DraftShape or a number of steps; "auto" is for shape= of generate and engine.'
-        )
+        raise SpeculatorError.not_a_shape(shape)
     return shape if isinstance(shape, DraftShape) else DraftShape(shape)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a speculator is made for; checked by `serving.model_checks.make_limits`.
+
+    Attributes:
+        shapes: that rounds may have.
+        batch_sizes: ascending numbers of requests that rounds are captured for; the last is `max_requests`.
+        max_seq_len: prompt and new tokens of one request together.
+        page_size, num_pages: of both caches; the null page is one of `num_pages`.
+        prefill_rows: tokens that one prefill batch holds at most.
+    """
+
+    shapes: tuple[DraftShape, ...]
+    batch_sizes: tuple[int, ...]
+    max_seq_len: int
+    page_size: int
+    num_pages: int
+    prefill_rows: int
+
+    @property
+    def max_requests(self) -> int:
+        """Requests that run at the same time."""
+        return self.batch_sizes[-1]
+
+    @property
+    def lookahead(self) -> int:
+        """Lookahead slots of any round."""
+        return max(shape.lookahead for shape in self.shapes)
+
+    @property
+    def table_tokens(self) -> int:
+        """Tokens that a row of the request table holds.
+
+        With overlap, a request that has reached its end runs one round more, behind its last token.
+        """
+        return self.max_seq_len + self.lookahead + max(shape.steps for shape in self.shapes) + 1

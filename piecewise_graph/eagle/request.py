@@ -1,4 +1,4 @@
-"""One request: what it asked for, what it has so far, and what is under way for it."""
+"""One request: what it asked for, what it has so far, and how far it is on its way through the engine."""
 
 from __future__ import annotations
 
@@ -13,24 +13,94 @@ from .options import Sampling
 from .statistics import Counts
 
 
+@dataclass
+class Progress:
+    """How far a request is. Its counters change through its methods only, which hold the invariants.
+
+    The host reads results one step late, so it knows upper bounds: `launched` adds what a result may bring,
+    `settled` takes the same away again when the result is read.
+
+    Attributes:
+        num_computed: tokens of the request's length that prefill has sent to the device.
+        num_drafted: tokens whose K and V the draft has.
+        draft_is_behind: plain rounds were launched since the draft last read this request.
+        results_in_flight: launched results that were not read.
+        tokens_in_flight: how much these results may add to the request's length at most.
+        num_reported: generated tokens that `on_tokens` has seen.
+    """
+
+    num_computed: int = 0
+    num_drafted: int = 0
+    draft_is_behind: bool = False
+    results_in_flight: int = 0
+    tokens_in_flight: int = 0
+    num_reported: int = 0
+
+    def admitted(self) -> None:
+        """The request got a slot: both caches are empty there. Nothing may be in flight."""
+        assert not self.results_in_flight, "admitted with a result in flight"
+        self.num_computed = self.num_drafted = 0
+        self.draft_is_behind = False
+
+    def prefilled(self, stop: int) -> None:
+        """Target and draft compute the tokens up to `stop`."""
+        assert stop >= self.num_computed, "prefilled backwards"
+        self.num_computed = self.num_drafted = stop
+
+    def launched(self, max_new: int, *, plain: bool = False) -> None:
+        """A result is in flight that adds up to `max_new` tokens to the length: S + 1 of a round, else 0.
+
+        Args:
+            plain: it is of a round without a draft.
+        """
+        self.results_in_flight += 1
+        self.tokens_in_flight += max_new
+        self.draft_is_behind |= plain
+
+    def settled(self, max_new: int) -> None:
+        """A result was read that was launched with the same `max_new`."""
+        self.results_in_flight -= 1
+        self.tokens_in_flight -= max_new
+        assert self.results_in_flight >= 0, "more was settled than launched"
+        assert self.results_in_flight or not self.tokens_in_flight, "settled with another max_new"
+
+    def drafted(self, length: int) -> None:
+        """A round with a draft was read: the draft has all of the request's `length`."""
+        self.num_drafted = length
+
+    def caught_up(self, length: int) -> None:
+        """The draft was sent what it missed. No round may be in flight."""
+        assert not self.tokens_in_flight, "caught up while a round is in flight"
+        self.num_drafted, self.draft_is_behind = length, False
+
+    def reported(self, count: int) -> None:
+        """`on_tokens` was called with all tokens up to the first `count`."""
+        assert count >= self.num_reported, "reported backwards"
+        self.num_reported = count
+
+    def rewound(self, length: int) -> None:
+        """All generated tokens but the first were dropped. No result may be in flight."""
+        assert not self.results_in_flight, "rewound with a result in flight"
+        self.num_computed = min(self.num_computed, length)
+        self.num_drafted, self.num_reported = length, min(self.num_reported, 1)
+
+    def restarted(self) -> None:
+        """An exception ended a step: results in flight are lost, and prefill begins again."""
+        self.results_in_flight = self.tokens_in_flight = 0
+
+
 @dataclass(eq=False)
 class Request:
     """Made by `Engine.add_request`; `tokens` and `finished` are what its caller reads.
 
     Attributes:
-    index: among all requests of its engine; the one that came first is served first.
-    prompt, sampling, max_new_tokens, stop, on_tokens: as asked for.
-    tokens: what was generated; a stop token that ended it is the last of them.
-    aborted: its caller wants no more of it.
-    counts: what became of its rounds, for `Statistics`.
-
-    The engine's own:
-    slot: row of the request table while it runs; meaningless before and after.
-    computed: tokens up to its `length` that prefill has sent to the device.
-    drafted: tokens whose K and V the draft has.
-    behind: rounds ran without the draft since, or are under way.
-    ahead, results_ahead: most tokens that rounds under way may add, and how many results are under way.
-    reported: tokens that `on_tokens` has seen.
+        index: number of the request in its engine; the lowest is served first.
+        prompt, sampling, max_new_tokens, stop, on_tokens: as asked for.
+        tokens: generated so far; a stop token that ended the request is the last of them.
+        aborted: its caller wants no more tokens.
+        counts: acceptance of its rounds, for `Statistics`.
+        slot: row of the request table while it runs; meaningless before and after.
+        progress: how far the engine is with it.
     """
 
     index: int
@@ -43,16 +113,11 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
     aborted: bool = False
-    computed: int = 0
-    drafted: int = 0
-    behind: bool = False
-    ahead: int = 0
-    results_ahead: int = 0
-    reported: int = 0
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def finished(self) -> bool:
-        """It gets no more tokens."""
+        """Whether it gets no more tokens."""
         ended = len(self.tokens) >= self.max_new_tokens or bool(self.tokens and self.tokens[-1] in self.stop)
         return ended or self.aborted
 
@@ -63,71 +128,75 @@ class Request:
 
     @property
     def limit(self) -> int:
-        """Tokens that it may have in the end, the prompt's among them."""
+        """Prompt and new tokens together, at most."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
-    def is_done_soon(self) -> bool:
-        """Every result under way brings a token, and no more are wanted than that."""
-        return len(self.tokens) + self.results_ahead >= self.max_new_tokens
+    def ends_in_flight(self) -> bool:
+        """The results in flight bring at least one token each, and no more tokens are wanted."""
+        return len(self.tokens) + self.progress.results_in_flight >= self.max_new_tokens
+
+    @property
+    def has_news(self) -> bool:
+        """It has tokens that `on_tokens` has not seen."""
+        return len(self.tokens) > self.progress.num_reported
 
     def sequence(self, start: int, stop: int) -> list[int]:
         """Tokens of prompt and answer together."""
         return [*self.prompt, *self.tokens][start:stop]
 
     def take(self, tokens: Sequence[int], after: int) -> None:
-        """`tokens` follow the first `after` ones, up to the one that ends the request."""
-        room = self.max_new_tokens - after
-        end = next((place + 1 for place, token in enumerate(tokens) if token in self.stop), len(tokens))
-        self.tokens[after:] = tokens[: min(end, room)]
+        """Keep the first `after` tokens, then `tokens` up to the one that ends the request."""
+        wanted = self.max_new_tokens - after
+        end = next((index + 1 for index, token in enumerate(tokens) if token in self.stop), len(tokens))
+        self.tokens[after:] = tokens[: min(end, wanted)]
+
+    def rewind(self) -> None:
+        """Drop all tokens but the first."""
+        del self.tokens[1:]
+        self.progress.rewound(self.length)
 
     def report(self) -> None:
-        """Tell the caller of tokens that it has not seen."""
-        new = self.tokens[self.reported :]
-        self.reported = len(self.tokens)
+        """Hand new tokens to `on_tokens`."""
+        new = self.tokens[self.progress.num_reported :]
+        self.progress.reported(len(self.tokens))
         if new and self.on_tokens is not None:
             self.on_tokens(self, new)
 
+    def check(self, vocab_size: int, max_seq_len: int) -> None:
+        """Refuse what can never be served.
+
+        Raises:
+            SpeculatorError: see the catalogue.
+        """
+        if not self.prompt:
+            raise SpeculatorError.empty_prompt(self.index)
+        for where, tokens in {"prompt": self.prompt, "stop tokens": sorted(self.stop)}.items():
+            wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+            if wrong is not None:
+                raise SpeculatorError.unknown_token(self.index, wrong, where, vocab_size)
+        if not isinstance(self.max_new_tokens, Integral) or self.max_new_tokens < 1:
+            raise SpeculatorError.bad_max_new_tokens(self.index, self.max_new_tokens)
+        if not isinstance(self.sampling, Sampling):
+            raise SpeculatorError.no_sampling(self.index, self.sampling)
+        if self.limit > max_seq_len:
+            sizes = len(self.prompt), self.max_new_tokens, self.limit, max_seq_len
+            raise SpeculatorError.request_too_long(self.index, *sizes)
+
 
 def token_ids(index: int, what: str, given: Any) -> tuple[int, ...]:
-    """Raises:
-    SpeculatorError: they are none.
+    """A prompt, or stop tokens, as a tuple.
+
+    Raises:
+        SpeculatorError: they are no integers.
     """
     try:
         return tuple(map(operator.index, given))
     except TypeError:
-        raise SpeculatorError.bad_request(
-            index, f"its {what} is {given!r}", "pass a sequence of token ids (of prompts: a list of such)."
-        ) from None
+        raise SpeculatorError.no_token_ids(index, what, given) from None
 
 
-def check_request(request: Request, vocab_size: int, max_seq_len: int) -> None:
-    """Raises:
-    SpeculatorError: the request can never be served.
-    """
-    prompt, index = request.prompt, request.index
-    if not prompt:
-        raise SpeculatorError.bad_request(index, "its prompt is empty", "pass at least one token.")
-    for place, tokens in {"prompt": prompt, "stop tokens": sorted(request.stop)}.items():
-        wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            what = f"token {wrong} of its {place} is none of the target's {vocab_size}"
-            raise SpeculatorError.bad_request(index, what, "encode text with the target's tokenizer.")
-    if not isinstance(request.max_new_tokens, Integral) or request.max_new_tokens < 1:
-        what = f"max_new_tokens is {request.max_new_tokens!r}"
-        raise SpeculatorError.bad_request(index, what, "ask for at least one token, a whole number of them.")
-    if not isinstance(request.sampling, Sampling):
-        what = f"its sampling is {request.sampling!r}"
-        raise SpeculatorError.bad_request(index, what, "pass Sampling(...), or None = greedy.")
-    total = len(prompt) + request.max_new_tokens
-    if total > max_seq_len:
-        what = f"{len(prompt)} prompt tokens and {request.max_new_tokens} new ones are {total}"
-        raise SpeculatorError.bad_request(
-            index, what, f"keep to {max_seq_len}, or raise max_seq_len= of the speculator."
-        )
-
-
-def per_request(name: str, given: object, count: int) -> list[object]:
+def per_request(name: str, given: object, count: int) -> list[Any]:
     """One value per request, from one for all or a sequence.
 
     Raises:
@@ -135,7 +204,6 @@ def per_request(name: str, given: object, count: int) -> list[object]:
     """
     if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
         if len(given) != count:
-            what = f"{len(given)} values of {name} for {count} prompts"
-            raise SpeculatorError.bad_setting(what, "pass one for all, or one per prompt.")
+            raise SpeculatorError.wrong_count(len(given), name, count)
         return list(given)
     return [given] * count

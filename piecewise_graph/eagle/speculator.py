@@ -1,4 +1,4 @@
-"""Speculator: a target and its draft, generating for many requests, round by round."""
+"""Speculator: a target and its draft, generating for many requests."""
 
 from __future__ import annotations
 
@@ -11,49 +11,41 @@ import torch
 from .errors import SpeculatorError
 from .options import AUTO, COMPILED, FULL, PIECEWISE, DraftShape, Sampling, as_shape, as_shapes
 from .request import Request, per_request
-from .rounds.phases import GREEDY
+from .rounds.phases import GREEDY, RULES
 from .rounds.prefill import Prefill
+from .rounds.resources import Resources
 from .rounds.synthetic import Synthetic
 from .serving.engine import Engine
-from .serving.model_checks import (
-    PHASES,
-    check_models,
-    check_options,
-    check_rules,
-    longest,
-    padded_sizes,
-    ways,
-)
-from .serving.round_choice import RoundChoice
+from .serving.model_checks import PHASES, check_models, check_options, graph_modes, make_limits
+from .serving.round_store import EngineOptions, GraphModes, RoundStore
 from .serving.shape_planner import Planner
-from .serving.workshop import RoundKey, Workshop
 from .statistics import Statistics
 
 
 class Speculator:
-    """Generates with speculative decoding; what comes out is what the target alone would say.
+    """Generates with speculative decoding; the output is what the target alone would generate.
 
     Args:
-        model: the target, a causal LM of transformers on our attention.
+        model: the target, a causal LM of transformers with our attention.
         draft: of `load_draft`; None = plain decoding only.
-        shapes: what rounds may look like, the first of them the default: `DraftShape`s, or numbers of steps
-            of chains.
-        max_requests: that run at the same time; further prompts wait for one to finish.
-        max_seq_len: prompt and new tokens of one request together; None = 1024, or the target's positions
-            where these are fewer.
-        page_size: of the caches; trees need 1.
+        shapes: that rounds may have, the first is the default: `DraftShape`s, or numbers of steps of chains.
+        max_requests: requests that run at the same time; further ones wait.
+        max_seq_len: tokens of one request, prompt and new ones; None = 1024, or the target's number of
+            positions if that is smaller.
+        page_size: of the caches, in tokens; trees need 1.
         num_pages: of the caches; None = enough for `max_requests` of `max_seq_len`.
-        batch_sizes: requests that a round is made for, smaller batches are padded; None = powers of 2.
-        graphs: how phases run, "full" (the phase is one graph), "piecewise" (its forwards are tapes),
-            "compiled" (no graphs) or "eager"; one for all, or a dict of the phases "draft", "verify",
-            "extend" and of "prefill", which can be all but "full": batches differ. Prefill is "piecewise" by
-            default, on a CPU "compiled": capturing its sizes takes longer than most prompts there.
+        batch_sizes: numbers of requests that rounds are captured for; smaller batches are padded. None =
+            powers of 2.
+        graphs: graph mode of the phases: "full" (the phase is one graph), "piecewise" (its forwards are
+            tapes), "compiled" (no graphs) or "eager". One for all, or a dict of "draft", "verify", "extend"
+            and "prefill". Prefill cannot be "full", since its batches differ; by default it is "piecewise" on
+            a GPU and "compiled" on a CPU, where capturing its sizes takes longer than most prompts.
         prefill_rows: tokens that one prefill batch holds at most.
         options, draft_options: of pg.compile for the target and for the draft's parts, such as
             `merge_linears=True` or `specialize=[4]`.
 
     Attributes:
-        planner: what chooses with `shape="auto"`, of all of `shapes`; `latest` says what it chose and why.
+        planner: chooses with `shape="auto"` among all `shapes`; its `latest` says what it chose and why.
 
     Raises:
         SpeculatorError: target, draft, shapes or graphs do not fit together.
@@ -76,61 +68,43 @@ class Speculator:
         draft_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.shapes = as_shapes(shapes)
-        self.graphs = ways(graphs, PIECEWISE if model.device.type == "cuda" else COMPILED)
-        self.batch_sizes = padded_sizes(batch_sizes, max_requests)
-        self.max_requests = max_requests
-        if prefill_rows < 1:
-            raise SpeculatorError.bad_shape(f"{prefill_rows=}", "prefill at least one token at a time.")
+        self.graphs = graph_modes(graphs, PIECEWISE if model.device.type == "cuda" else COMPILED)
+        limits = make_limits(
+            model, self.shapes, max_requests=max_requests, max_seq_len=max_seq_len, page_size=page_size,
+            num_pages=num_pages, batch_sizes=batch_sizes, prefill_rows=prefill_rows,
+        )  # fmt: skip
+        self.max_requests, self.max_seq_len = limits.max_requests, limits.max_seq_len
+        self.batch_sizes = limits.batch_sizes
         self.planner = Planner(self.shapes)
-        self._latest: Engine | None = None
         check_models(model, draft, self.shapes, page_size)
-        self.max_seq_len = longest(model, max_seq_len, page_size, num_pages)
         check_options(options or {})
         check_options(draft_options or {})
         if not any(shape.steps for shape in self.shapes):
             draft = None
-        self._room = max(shape.room for shape in self.shapes)
-        # With overlap, a request that reached its end runs one round more.
-        margin = self._room + max(shape.steps for shape in self.shapes) + 1
-        each = -(-(self.max_seq_len + self._room) // page_size)
-        paging = {
-            "max_requests": max_requests, "max_seq_len": self.max_seq_len + margin, "margin": margin,
-            "page_size": page_size, "num_pages": 1 + max_requests * each if num_pages is None else num_pages,
-        }  # fmt: skip
-        self._workshop = Workshop.make(
-            model,
-            draft,
-            self.shapes,
-            self.batch_sizes,
-            paging,
-            options or {},
-            draft_options or {},
-            prefill_rows,
-        )
-        made = self._workshop
-        self._prefill = Prefill(
-            made.models, made.state, made.table, made.cache, made.draft_cache, prefill_rows,
-            self.graphs["prefill"],
-        )  # fmt: skip
-        self.device = made.sizes.device
+        self._resources = Resources.make(model, draft, limits, options or {}, draft_options or {})
+        self._prefill = Prefill(self._resources, self.graphs["prefill"])
+        self._rounds = RoundStore(self._prefill)
+        self._latest: Engine | None = None
+        self.device = self._resources.device
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def prepare(self, rules: Sequence[str] = (GREEDY,)) -> None:
-        """Compile and capture now what `generate` would when it first needs it.
+        """Compile and capture now what `generate` otherwise would on first use.
 
         Args:
-            rules: "greedy", "sampled" (a temperature above 0), "filtered" (top_k or top_p, too).
+            rules: "greedy", "sampled" (a temperature above 0), "filtered" (with top_k or top_p as well).
 
         Raises:
             SpeculatorError: there is no such rule.
         """
-        check_rules(rules)
+        if isinstance(rules, str) or not set(rules) <= set(RULES):
+            raise SpeculatorError.bad_rules(rules, ", ".join(RULES))
         self._prepare_prefill()
         with self._running():
             for size in reversed(self.batch_sizes):
                 for shape in self.shapes:
                     for rule in rules:
-                        self._workshop.round_for(RoundKey(size, shape, rule, _phases(self.graphs)))
+                        self._rounds.get(shape, size, rule, _by_phase(self.graphs))
 
     def generate(
         self,
@@ -151,25 +125,23 @@ class Speculator:
             prompts: token ids, at least one each.
             max_new_tokens: one for all or one per prompt.
             sampling: the same; None = greedy.
-            stop: token ids that end a request; the one that did is kept as its last token.
-            shape: one of the speculator's, "auto" = the planner's choice in every round; None = the first.
-            graphs: how phases run, where it shall differ from the speculator's; prompts run as it says.
-            synthetic: decree acceptance, for models with random weights: a mean accept length, or rates per
-                position. The tokens mean nothing then, and the statistics say so.
+            stop: token ids that end a request; the stop token that ended it is kept as its last token.
+            shape: one of the speculator's; "auto" = the planner chooses in every round; None = the first.
+            graphs: graph modes that differ from the speculator's; prefill always runs in the speculator's.
+            synthetic: synthetic acceptance, for models with random weights: a mean accept length, or one rate
+                per position. The tokens mean nothing then, and the statistics say so.
             overlap: as in `engine`.
 
         Returns:
-            a list of token lists, and with `return_stats` a `Statistics` beside it.
+            a list of token lists; with `return_stats`, (that list, `Statistics`).
 
         Raises:
-            SpeculatorError: a request that cannot be served, before any is.
+            SpeculatorError: a request cannot be served; no request has run then.
             CacheError: one request alone needs more pages than there are.
             AddressMovedError: a weight moved since the graphs that read it were captured.
         """
-        engine, requests = self.session(
-            prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, shape=shape, graphs=graphs,
-            synthetic=synthetic, overlap=overlap,
-        )  # fmt: skip
+        options = self._options(shape, graphs, synthetic, overlap)
+        engine, requests = self._queued(prompts, max_new_tokens, sampling, stop, options)
         try:
             while engine.unfinished:
                 engine.step()
@@ -178,7 +150,8 @@ class Speculator:
         tokens = [request.tokens for request in requests]
         if not return_stats:
             return tokens
-        return tokens, Statistics(tuple(request.counts for request in requests), engine.decreed)
+        counts = tuple(request.counts for request in requests)
+        return tokens, Statistics(counts, engine.synthetic_accept_length)
 
     def session(
         self,
@@ -192,25 +165,16 @@ class Speculator:
         synthetic: float | Sequence[float] | None = None,
         overlap: bool | None = False,
     ) -> tuple[Engine, list[Request]]:
-        """The same, to be stepped by the caller: an engine that these prompts wait in.
+        """Like `generate`, but the caller steps the engine that these prompts wait in.
 
         Args:
-            overlap: as in `engine`; by default without, so that what a step found is there when it returns.
+            overlap: as in `engine`; off by default, so that a step returns with its own results.
 
         Returns:
             (engine, requests in the order of the prompts).
         """
-        counts: Any = per_request("max_new_tokens", max_new_tokens, len(prompts))
-        samplings: Any = per_request("sampling", Sampling() if sampling is None else sampling, len(prompts))
-        engine = self._engine(shape, graphs, synthetic, overlap)
-        requests = [
-            engine.make_request(prompt, count, how, stop)
-            for prompt, how, count in zip(prompts, samplings, counts, strict=True)
-        ]
-        self._open(engine)
-        for request in requests:
-            engine.add(request)
-        return engine, requests
+        options = self._options(shape, graphs, synthetic, overlap)
+        return self._queued(prompts, max_new_tokens, sampling, stop, options)
 
     def engine(
         self,
@@ -220,50 +184,84 @@ class Speculator:
         synthetic: float | Sequence[float] | None = None,
         overlap: bool | None = None,
     ) -> Engine:
-        """Continuous batching: requests join and leave while others run; one engine at a time has any.
+        """Continuous batching: requests join and leave while others run. One engine at a time has requests.
 
         Args:
             shape, graphs, synthetic: of all rounds, as in `generate`.
-            overlap: launch a round before the result of the one before is read, so that the device never
-                waits for the host; the tokens are the same. None = on a GPU.
+            overlap: launch a round before the result of the round before is read, so that the device never
+                waits for the host; the tokens are the same. None = only on a GPU.
 
         Raises:
             SpeculatorError: another engine of this speculator has unfinished requests.
             AddressMovedError: a weight moved since the graphs that read it were captured.
         """
-        engine = self._engine(shape, graphs, synthetic, overlap)
-        self._open(engine)
-        return engine
+        return self._open(self._make_engine(self._options(shape, graphs, synthetic, overlap)))
 
-    def _engine(
+    def close(self) -> None:
+        """End an engine that was left open, and take its slots and pages back."""
+        if self._latest is not None:
+            self._latest.close()
+
+    def _options(
         self,
         shape: DraftShape | int | str | None,
         graphs: str | Mapping[str, str] | None,
         synthetic: float | Sequence[float] | None,
         overlap: bool | None,
-    ) -> Engine:
-        chosen = self._shape(shape)
+    ) -> EngineOptions:
+        planned: DraftShape | Planner = self.planner
+        if shape != AUTO:
+            planned = self.shapes[0] if shape is None else as_shape(shape)
+            if planned not in self.shapes:
+                raise SpeculatorError.unprepared(planned, self.shapes)
+        is_planner = isinstance(planned, Planner)
+        shapes = self.shapes if isinstance(planned, Planner) else (planned,)
+        given: dict[DraftShape, Synthetic] = {}
         if synthetic is not None:
-            for each in chosen.shapes if isinstance(chosen, Planner) else (chosen,):
-                if each.steps:
-                    Synthetic.of(synthetic, each.steps, clamped=isinstance(chosen, Planner))
-            if isinstance(chosen, Planner):  # what is decreed must teach nobody
-                chosen = Planner(self.shapes)
-        return Engine(
-            self._workshop,
-            self._prefill,
-            RoundChoice(chosen, _phases(self._ways(graphs)), self.batch_sizes, synthetic),
-            room=self._room,
-            max_seq_len=self.max_seq_len,
-            overlap=self.device.type == "cuda" if overlap is None else overlap,
-            context=self._running,
-            claim=self._claim,
-        )
+            given = {
+                each: Synthetic.of(synthetic, each.steps, clamped=is_planner) for each in shapes if each.steps
+            }
+            if is_planner:  # the shared planner must not learn from synthetic acceptance
+                planned = Planner(self.shapes)
+        if overlap is None:
+            overlap = self.device.type == "cuda"
+        return EngineOptions(planned, self._graph_modes(graphs), given, overlap)
 
-    def _open(self, engine: Engine) -> None:
+    def _graph_modes(self, graphs: str | Mapping[str, str] | None) -> GraphModes:
+        if graphs is None or not isinstance(graphs, str):
+            if graphs and "prefill" in graphs:
+                raise SpeculatorError.prefill_is_fixed(graphs["prefill"], self.graphs["prefill"])
+            graphs = {**self.graphs, **(graphs or {})}
+        return _by_phase(graph_modes(graphs, self.graphs["prefill"]))
+
+    def _queued(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        sampling: Sampling | Sequence[Sampling] | None,
+        stop: Sequence[int],
+        options: EngineOptions,
+    ) -> tuple[Engine, list[Request]]:
+        counts = per_request("max_new_tokens", max_new_tokens, len(prompts))
+        samplings = per_request("sampling", sampling, len(prompts))
+        engine = self._make_engine(options)
+        requests = [
+            engine.make_request(prompt, count, how, stop)
+            for prompt, how, count in zip(prompts, samplings, counts, strict=True)
+        ]
+        self._open(engine)
+        for request in requests:
+            engine.add(request)
+        return engine, requests
+
+    def _make_engine(self, options: EngineOptions) -> Engine:
+        return Engine(self._rounds, options, context=self._running, claim=self._claim)
+
+    def _open(self, engine: Engine) -> Engine:
         self._claim(engine)
-        self._workshop.weights.check()
+        self._resources.weights.check()
         self._prepare_prefill()
+        return engine
 
     def _claim(self, engine: Engine) -> None:
         """Slots and pages are this engine's from now on."""
@@ -272,29 +270,9 @@ class Speculator:
             return
         if latest is not None and latest.unfinished:
             raise SpeculatorError.engine_open(latest.unfinished)
-        if self._workshop.table.open_slots:  # left by an engine whose step was ended by an exception
-            self._workshop.table.clear()
+        if self._resources.table.open_slots:  # left by an engine whose step was ended by an exception
+            self._resources.table.clear()
         self._latest = engine
-
-    def _ways(self, graphs: str | Mapping[str, str] | None) -> dict[str, str]:
-        if graphs is None or not isinstance(graphs, str):
-            if graphs and "prefill" in graphs:
-                raise SpeculatorError.prefill_is_fixed(graphs["prefill"], self.graphs["prefill"])
-            graphs = {**self.graphs, **(graphs or {})}
-        return ways(graphs, self.graphs["prefill"])
-
-    def close(self) -> None:
-        """End an engine that was left open, and give back what it holds."""
-        if self._latest is not None:
-            self._latest.close()
-
-    def _shape(self, shape: DraftShape | int | str | None) -> DraftShape | Planner:
-        if shape == AUTO:
-            return self.planner
-        chosen = self.shapes[0] if shape is None else as_shape(shape)
-        if chosen not in self.shapes:
-            raise SpeculatorError.unprepared(chosen, self.shapes)
-        return chosen
 
     def _prepare_prefill(self) -> None:
         with self._running():
@@ -315,5 +293,5 @@ class Speculator:
                 torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
 
-def _phases(graphs: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def _by_phase(graphs: Mapping[str, str]) -> GraphModes:
     return tuple((phase, graphs[phase]) for phase in PHASES)

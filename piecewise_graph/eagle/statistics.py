@@ -1,21 +1,23 @@
-"""What became of the drafts, in the numbers that the field prints."""
+"""Acceptance statistics, under the names that the field uses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+_COUNTERS = ("num_rounds", "num_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
+
 
 @dataclass
 class Counts:
-    """Of one request, or of many together.
+    """Counts of one request, or of many together.
 
     Attributes:
         num_drafts: rounds that drafted.
-        num_draft_tokens: tokens drafted for the target to look at, `N - 1` per draft.
-        num_accepted_tokens: drafted tokens that the target took; the bonus is none of them.
-        accepted_at: per position of a draft, how many rounds accepted it.
-        num_rounds, num_tokens: of all rounds, plain ones too, and the tokens that they made.
+        num_draft_tokens: tokens that the target verified, `N - 1` per draft.
+        num_accepted_tokens: draft tokens that the target accepted, the bonus excluded.
+        accepted_at: per draft position, the number of rounds that accepted it.
+        num_rounds, num_tokens: all rounds, plain ones included, and the tokens that they made.
     """
 
     num_drafts: int = 0
@@ -39,7 +41,7 @@ class Counts:
             self.accepted_at[position] += 1
 
     def __iadd__(self, other: Counts) -> Counts:
-        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_rounds", "num_tokens"):
+        for name in _COUNTERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.accepted_at += [0] * (len(other.accepted_at) - len(self.accepted_at))
         for position, count in enumerate(other.accepted_at):
@@ -49,11 +51,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a generation did. `str()` is for people.
+    """Statistics of a generation. `str()` is for people.
 
     Attributes:
         requests: counts of each, in the order of the prompts.
-        synthetic: the mean accept length that was decreed; None where the target decided.
+        synthetic: mean accept length that synthetic acceptance was set to; None = the target decided.
     """
 
     requests: tuple[Counts, ...]
@@ -74,7 +76,7 @@ class Statistics:
 
     @property
     def acceptance_rates(self) -> tuple[float, ...]:
-        """Per position, the share of drafts that it was accepted in."""
+        """Per draft position, the share of drafts that accepted it."""
         total = self.total
         return tuple(count / total.num_drafts for count in total.accepted_at)
 
@@ -82,11 +84,7 @@ class Statistics:
         """Plain numbers and lists, ready for json.dump."""
         total = self.total
         return {
-            "num_rounds": total.num_rounds,
-            "num_tokens": total.num_tokens,
-            "num_drafts": total.num_drafts,
-            "num_draft_tokens": total.num_draft_tokens,
-            "num_accepted_tokens": total.num_accepted_tokens,
+            **{name: getattr(total, name) for name in _COUNTERS},
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_rates": list(self.acceptance_rates),
             "synthetic_acceptance_length": self.synthetic,
@@ -94,13 +92,9 @@ class Statistics:
 
     def __str__(self) -> str:
         total = self.total
-        lines = [
-            f"num_drafts: {total.num_drafts}",
-            f"num_draft_tokens: {total.num_draft_tokens}",
-            f"num_accepted_tokens: {total.num_accepted_tokens}",
-            f"mean acceptance length: {self.mean_acceptance_length:.2f}",
-        ]
+        lines = [f"{name}: {getattr(total, name)}" for name in _COUNTERS[2:]]
+        lines.append(f"mean acceptance length: {self.mean_acceptance_length:.2f}")
         lines += [f"acceptance at token {i}: {rate:.2f}" for i, rate in enumerate(self.acceptance_rates)]
         if self.synthetic is not None:
-            lines.insert(0, f"SYNTHETIC acceptance: a mean of {self.synthetic:.2f} was decreed, not found")
+            lines.insert(0, f"SYNTHETIC acceptance: a mean of {self.synthetic:.2f} was set, not measured")
         return "\n".join(lines)

@@ -13,33 +13,18 @@ from tqdm.auto import tqdm
 
 from piecewise_graph.context import forward_context
 from piecewise_graph.errors import CaptureError, NotCompiledError
-from piecewise_graph.frontend.lookup import family_for
+from piecewise_graph.frontend.lookup import state_of
 from piecewise_graph.graph_pool import collector_off
-from piecewise_graph.recorder.memory_plan import Plan, current_plan, make_plan, refused
-from piecewise_graph.runtime.model_state import Family
+from piecewise_graph.recorder.bucket_record import BucketRecord
+from piecewise_graph.recorder.memory_plan import Plan
+from piecewise_graph.runtime.budget import current_plan, over_budget, plan_sizes
+from piecewise_graph.runtime.model_state import ModelState
+from piecewise_graph.runtime.replay import CapturedBucket
 from piecewise_graph.runtime.runtime import Runtime
-from piecewise_graph.runtime.tape_set import Tape
+from piecewise_graph.runtime.side_channel import Purpose
 
 MakeInputs = Callable[[int], Any]
 MakeContext = Callable[[int], Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class CapturedBucket:
-    """One bucket of one trace.
-
-    Attributes:
-        graphs: graphs captured for it.
-        graph_bytes: what it added to the pool (later buckets reuse, and add little or nothing).
-        seconds: its rehearsal and capture.
-        planned_bytes: what pg.plan said of `graph_bytes` before; None where nobody asked it.
-    """
-
-    tokens: int
-    graphs: int
-    graph_bytes: int
-    seconds: float
-    planned_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +39,7 @@ class CaptureReport:
         buffer_bytes: owned input and bridge buffers outside of the pool.
     """
 
-    captured: tuple[CapturedBucket, ...]
+    captured: tuple[BucketRecord, ...]
     failed: dict[int, str]
     seconds: float
     pool_bytes: int
@@ -103,33 +88,30 @@ def capture(
     """
     began = time.perf_counter()
     call = partial(_call, compiled, make_inputs, context)
-    family = family_for(compiled)
-    allowed = family.config.sizes if family else None
-    chosen = sorted(set(allowed or () if sizes is None else sizes), reverse=True)
-    if family is None:
-        family, chosen = _traced_family(call, sizes)
-    if not chosen or not set(chosen) <= set(family.config.sizes):
-        raise CaptureError.bad_sizes(sizes or [], family.config.sizes)
-    known = {id(entry) for entry in _entries(family)}
-    _trace_dynamic(call, chosen, family)
-    if family.plan is not None or family.config.max_graph_bytes is not None:
-        current_plan(family, {*chosen, *(bucket for r in _runtimes(family) for bucket in r.piecewise.tapes)})
-    family.capturing = True
-    try:
-        with collector_off():
-            for size in tqdm(chosen, desc="capturing", unit="bucket", disable=not progress, leave=False):
-                call(size)
-    finally:
-        family.capturing = None
-    family.sealed = True
-    return _report(family, chosen, known, time.perf_counter() - began)
+    state = state_of(compiled)
+    chosen = sorted(set(state.config.sizes if state and sizes is None else sizes or ()), reverse=True)
+    if state is None:
+        state, chosen = _traced_state(call, sizes)
+    if not chosen or not set(chosen) <= set(state.config.sizes):
+        raise CaptureError.bad_sizes(sizes or [], state.config.sizes)
+    known = {id(bucket) for bucket in _captured(state)}
+    _trace_dynamic(call, chosen, state)
+    if state.plan is not None or state.config.max_graph_bytes is not None:
+        captured_before = (bucket for r in _runtimes(state) for bucket in r.all_tapes()[0].buckets)
+        current_plan(state, {*chosen, *captured_before})
+    bar = tqdm(chosen, desc="capturing", unit="bucket", disable=not progress, leave=False)
+    with state.channel.calls_for(Purpose.CAPTURE), collector_off():
+        for size in bar:
+            call(size)
+    state.sealed = True
+    return _report(state, chosen, known, time.perf_counter() - began)
 
 
 def plan(compiled: Any, sizes: Sequence[int] | None = None) -> Plan:
     """Say what capturing `sizes` will take, largest first, before anything is taken.
 
     Nothing is captured and no splitting op called, but every segment runs once per bucket, on zeros, in
-    memory that is given back. Piecewise graphs are planned, in a pool that nobody else uses. From then on
+    memory that is given back. Piecewise graphs are planned, in a pool without other models. From then on
     pg.capture and pg.explain show beside what was taken what was planned.
 
     Args:
@@ -140,37 +122,34 @@ def plan(compiled: Any, sizes: Sequence[int] | None = None) -> Plan:
         NotCompiledError: the object has no trace of this backend.
         CaptureError: a size that is no capture size.
     """
-    family = family_for(compiled)
-    if family is None or not family.runtimes:
+    state = state_of(compiled)
+    if state is None or not state.traces:
         raise NotCompiledError.unknown(repr(compiled)[:80].splitlines()[0])
-    chosen = family.config.sizes if sizes is None else sizes
-    if not chosen or not set(chosen) <= set(family.config.sizes):
-        raise CaptureError.bad_sizes(chosen, family.config.sizes)
-    with family.pool.using():
-        return make_plan(family, chosen)
+    chosen = state.config.sizes if sizes is None else sizes
+    if not chosen or not set(chosen) <= set(state.config.sizes):
+        raise CaptureError.bad_sizes(chosen, state.config.sizes)
+    with state.pool.using():
+        return plan_sizes(state, chosen)
 
 
-def _traced_family(call: partial[None], sizes: Sequence[int] | None) -> tuple[Family, list[int]]:
-    """Plain torch.compile tells its family only once it has been traced."""
+def _traced_state(call: partial[None], sizes: Sequence[int] | None) -> tuple[ModelState, list[int]]:
+    """Plain torch.compile has no model state before its first trace."""
     call(max(sizes) if sizes else 2)
-    family = family_for(call.args[0])
-    if family is None:
-        raise CaptureError.nothing_captured("the object has no piecewise trace after a call")
-    return family, sorted(set(sizes or family.config.sizes), reverse=True)
+    state = state_of(call.args[0])
+    if state is None:
+        raise CaptureError.nothing_captured(["the object has no piecewise trace after a call"])
+    return state, sorted(set(sizes or state.config.sizes), reverse=True)
 
 
-def _trace_dynamic(call: Callable[[int], None], sizes: Sequence[int], family: Family) -> None:
+def _trace_dynamic(call: Callable[[int], None], sizes: Sequence[int], state: ModelState) -> None:
     """Let Dynamo find out that sizes vary before anything is captured.
 
     Plain torch.compile traces its first size as a constant, and would capture that trace for the largest
     bucket and another one for the rest. pg.compile needs the largest size alone.
     """
-    family.capturing = False
-    try:
+    with state.channel.calls_for(Purpose.WARM_UP):
         for size in sizes[:2]:
             call(size)
-    finally:
-        family.capturing = None
 
 
 def _call(compiled: Any, make_inputs: MakeInputs, context: MakeContext | None, size: int) -> None:
@@ -192,56 +171,54 @@ def _call(compiled: Any, make_inputs: MakeInputs, context: MakeContext | None, s
     return None
 
 
-def _runtimes(family: Family) -> list[Runtime]:
-    return [runtime for runtime in family.runtimes if isinstance(runtime, Runtime)]
+def _runtimes(state: ModelState) -> list[Runtime]:
+    return [trace for trace in state.traces if isinstance(trace, Runtime)]
 
 
-def _entries(family: Family, size: int | None = None) -> list[Tape]:
-    """All tapes, or those of one bucket."""
+def _captured(state: ModelState, size: int | None = None) -> list[CapturedBucket]:
+    """All captured buckets, or those of one size."""
     return [
-        entry
-        for runtime in _runtimes(family)
-        for _, tapes in runtime.all_tapes()
-        for bucket, entry in tapes.tapes.items()
+        captured
+        for runtime in _runtimes(state)
+        for tapes in runtime.all_tapes()
+        for bucket, captured in tapes.buckets.items()
         if size in (None, bucket)
     ]
 
 
-def _report(family: Family, sizes: Sequence[int], known: set[int], seconds: float) -> CaptureReport:
-    captured, failed = [], {}
+def _report(state: ModelState, sizes: Sequence[int], known: set[int], seconds: float) -> CaptureReport:
+    captured: list[BucketRecord] = []
+    failed: dict[int, str] = {}
     for size in sizes:
-        entries = _entries(family, size)
-        new = [entry for entry in entries if id(entry) not in known]
-        refused = _failures(family, size)
-        if refused and not new:  # of this mode, whatever another one has captured before
-            failed[size] = refused[0]
-        elif not entries:
-            failed[size] = _why_not(family, size)
+        buckets = _captured(state, size)
+        new = [bucket for bucket in buckets if id(bucket) not in known]
+        failures = _failures(state, size)
+        if failures and not new:  # of this mode; another one may have captured the size before
+            failed[size] = failures[0]
+        elif not buckets:
+            failed[size] = _why_not(state, size)
         else:
-            captured += [
-                CapturedBucket(size, e.tape.graphs, e.graph_bytes, e.seconds, e.planned_bytes)
-                for e in new or entries
-            ]
+            captured += [bucket.record for bucket in new or buckets]
     if not captured:
-        raise CaptureError.nothing_captured("; ".join(sorted(set(failed.values()))))
-    buffers = sum(runtime.buffer_bytes() for runtime in _runtimes(family))
-    return CaptureReport(tuple(captured), failed, seconds, family.pool.bytes(), buffers)
+        raise CaptureError.nothing_captured(sorted(set(failed.values())))
+    buffers = sum(runtime.buffer_bytes() for runtime in _runtimes(state))
+    return CaptureReport(tuple(captured), failed, seconds, state.pool.bytes(), buffers)
 
 
-def _failures(family: Family, size: int) -> list[str]:
+def _failures(state: ModelState, size: int) -> list[str]:
     return [
         tapes.failed[size]
-        for runtime in _runtimes(family)
-        for _, tapes in runtime.all_tapes()
+        for runtime in _runtimes(state)
+        for tapes in runtime.all_tapes()
         if size in tapes.failed
     ]
 
 
-def _why_not(family: Family, size: int) -> str:
-    if size in (dropped := refused(family)):
+def _why_not(state: ModelState, size: int) -> str:
+    if size in (dropped := over_budget(state)):
         return dropped[size]
-    for runtime in family.runtimes:
-        reason = runtime.decide(size).reason if isinstance(runtime, Runtime) else runtime.reason
+    for trace in state.traces:
+        reason = trace.decide(size).reason if isinstance(trace, Runtime) else trace.blocked
         if reason and reason != "not_captured":
             return reason
     return CaptureError.wrong_count(size)

@@ -40,8 +40,9 @@ from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, TraceError
 from piecewise_graph.frontend.one_token import Signature, signature
 from piecewise_graph.frontend.token_dims import TokenDims
-from piecewise_graph.runtime.model_state import Family
-from piecewise_graph.runtime.signals import ShapeMiss, TracedOnly
+from piecewise_graph.runtime.model_state import ModelState
+from piecewise_graph.runtime.side_channel import Purpose, TracedOnly
+from piecewise_graph.sizes import ShapeMiss
 from piecewise_graph.telemetry import counters
 
 _MAX_TRACES = 8
@@ -77,17 +78,17 @@ class CompiledModel:
         self, model: Callable[..., Any], token_dim: Mapping[str, int] | None, config: PiecewiseConfig
     ) -> None:
         _torch.raise_recompile_limit()
-        prepare(config.compiler, config.artifact_dir)
+        prepare(config.compiler, config.cache_dir)
         self._model = model
         self._finder = TokenDims(model, token_dim)
-        self.family = Family(config)
+        self.model_state = ModelState(config)
         self._traces: list[Callable[..., Any]] = []
         self._guarded: Callable[..., Any] | None = None
         self._untraced: Callable[..., Any] | None = None  # the latest trace, until its first call
         self._at_one_token: list[Signature] | None = None
         self._answered = False
         # Dynamo's cache lives as long as the code it compiled; graphs should not.
-        weakref.finalize(self, Family.drop_graphs, self.family)
+        weakref.finalize(self, ModelState.drop_graphs, self.model_state)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_model"], name)
@@ -109,15 +110,15 @@ class CompiledModel:
                 self._trace_longer(args, kwargs, tensors, dims)
         if count > 1:
             _mark(tensors, dims, named=self._finder.named | {leader})
-        known = len(self.family.signatures)
+        known = len(self.model_state.signatures)
         try:
             if count == 1 and not self._serves_one_token(args, kwargs):
                 result = self._answer_guarded(args, kwargs)
             else:
-                result = self._answer(args, kwargs)
+                result = self._answer(args, kwargs, count)
         except Exception as error:
             # A trace that has never answered may have failed because it cannot take these inputs.
-            untried = not self._answered or len(self.family.signatures) > known
+            untried = not self._answered or len(self.model_state.signatures) > known
             raised = self._plain_error(error, tensors, untried)
             if raised is None:
                 raise
@@ -133,14 +134,16 @@ class CompiledModel:
         except (RuntimeError, IndexError, ValueError) as error:
             raise InputError.no_tokens(leader, _first_line(error)) from error
 
-    def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> Any:
         """Ask each trace in turn; a miss has no effect, because it is raised before anything ran."""
         miss: ShapeMiss | None = None
         for index, trace in enumerate(self._traces):
             try:
                 result = self._call(trace, args, kwargs)
             except ShapeMiss as error:
-                if self.family.ran:  # a part of this forward ran already, behind a graph break
+                if (
+                    self.model_state.channel.graphs_run
+                ):  # a part of this forward ran already, behind a graph break
                     raise
                 miss = error
                 continue
@@ -148,10 +151,10 @@ class CompiledModel:
                 self._traces.insert(0, self._traces.pop(index))
             return result
         assert miss is not None
-        return self._answer_anew(miss, args, kwargs)
+        return self._answer_anew(miss, args, kwargs, count)
 
-    def _answer_anew(self, miss: ShapeMiss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if miss.sizes_differ or miss.num_tokens == 1:
+    def _answer_anew(self, miss: ShapeMiss, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> Any:
+        if miss.sizes_differ or count == 1:
             return self._answer_guarded(args, kwargs)
         if len(self._traces) >= _MAX_TRACES:
             raise TokenDimError.too_many_traces(_MAX_TRACES, miss.what)
@@ -171,7 +174,7 @@ class CompiledModel:
             return True
         if self._at_one_token is None:
             self._at_one_token = self._traced_at_one_token(args, kwargs)
-        return len(self._at_one_token) == 1 and self.family.signatures == self._at_one_token
+        return len(self._at_one_token) == 1 and self.model_state.signatures == self._at_one_token
 
     def _traced_at_one_token(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Signature]:
         """What Dynamo makes of this call, which is not run."""
@@ -186,9 +189,9 @@ class CompiledModel:
         return signatures
 
     def _call(self, trace: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.family.ran = 0
+        self.model_state.channel.begin_call()
         result = self._traced(trace, args, kwargs)
-        if not self.family.ran:
+        if not self.model_state.channel.graphs_run:
             self._count_fallback("not_traced_by_dynamo")
         return result
 
@@ -200,12 +203,12 @@ class CompiledModel:
             return trace(*args, **kwargs)
 
     def _count_fallback(self, reason: str) -> None:
-        counters.fallback(reason)
-        self.family.fallbacks[reason] += 1
+        counters.add("fallbacks", reason=reason)
+        self.model_state.fallbacks[reason] += 1
 
     def _new_trace(self, guards: str) -> Callable[..., Any]:
         options: Any = {"guard_filter_fn": _torch.drop_shape_guards} if guards == "relaxed" else None
-        self._untraced = torch.compile(self._model, backend=_FamilyBackend(self.family), options=options)
+        self._untraced = torch.compile(self._model, backend=_ModelBackend(self.model_state), options=options)
         return self._untraced
 
     def _trace_longer(
@@ -218,17 +221,13 @@ class CompiledModel:
         """Trace on the single row repeated, executing nothing. What cannot be traced so is left to Dynamo."""
         longer = {id(tensors[name]): _repeated(tensors[name], dims[name]) for name in dims}
         _mark({name: longer[id(tensors[name])] for name in dims}, dims, named=set(dims))
-        self.family.tracing = True
-        try:
+        # A model that cannot take the repeated row is traced at T = 1 by the call itself.
+        with self.model_state.channel.calls_for(Purpose.TRACE), suppress(TracedOnly, RuntimeError):
             self._traced(
                 self._traces[0],
                 tuple(longer.get(id(value), value) for value in args),
                 {name: longer.get(id(value), value) for name, value in kwargs.items()},
             )
-        except (TracedOnly, RuntimeError):
-            pass  # a model that cannot take the repeated row is traced at T = 1 by the call itself
-        finally:
-            self.family.tracing = False
 
     def _plain_error(
         self, error: Exception, tensors: Mapping[str, Tensor], untried: bool
@@ -258,16 +257,16 @@ class CompiledModel:
         return None
 
 
-class _FamilyBackend:
-    """The backend of one torch.compile call: its traces join the family."""
+class _ModelBackend:
+    """The backend of one torch.compile call: its traces join the model's."""
 
-    def __init__(self, family: Family) -> None:
-        self._family = family
-        self.reset = family.reset
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+        self.reset = state.reset
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        self._family.signatures.append(signature(gm))
-        return build(gm, example_inputs, lambda weights: self._family)
+        self._state.signatures.append(signature(gm))
+        return build(gm, example_inputs, lambda weights: self._state)
 
 
 def _stop(*_: Any) -> Any:

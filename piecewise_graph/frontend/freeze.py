@@ -25,9 +25,9 @@ from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.errors import AddressMovedError, FreezeError, MergedWeightsError
 from piecewise_graph.frontend.argument_names import describe, forward_signature, leaf_names
 from piecewise_graph.frontend.compile import plain_strides
-from piecewise_graph.frontend.frozen_call import MISS, FrozenPlan
-from piecewise_graph.frontend.lookup import family_for
-from piecewise_graph.runtime.model_state import Family
+from piecewise_graph.frontend.frozen_call import MISS, FrozenCall
+from piecewise_graph.frontend.lookup import state_of
+from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.runtime import Runtime
 from piecewise_graph.splitter.split_graph import Ref
 
@@ -68,20 +68,20 @@ class _Observed:
 
 
 def _observe(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Observed:
-    family = family_for(compiled)
-    if family is None:
+    state = state_of(compiled)
+    if state is None:
         compiled(*args, **kwargs)
-        family = family_for(compiled)
-    if family is None:
+        state = state_of(compiled)
+    if state is None:
         raise FreezeError.no_trace(repr(compiled)[:80])
-    with family.observing() as seen:
+    with state.channel.observing() as seen:
         result = compiled(*args, **kwargs)
     if len(seen) != 1:
         raise FreezeError.not_one_graph(len(seen))
-    runtime, given, outputs = seen[0]
-    if not isinstance(runtime, Runtime):
-        raise FreezeError.not_split(runtime.reason)
-    return _Observed(runtime, given, outputs, result)
+    (ran,) = seen
+    if not isinstance(ran.trace, Runtime):
+        raise FreezeError.not_split(ran.trace.blocked)
+    return _Observed(ran.trace, ran.args, ran.outputs, result)
 
 
 @dataclass(frozen=True)
@@ -174,14 +174,14 @@ class Frozen:
         self._names = leaf_names(compiled, structure, len(leaves))
         self._flat_forms: set[Hashable] = set()
         self._constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
-        self._plans: dict[Hashable, FrozenPlan] = {}
+        self._calls: dict[Hashable, FrozenCall] = {}
         model = getattr(compiled, "_model", None) or _torch.original_callable(compiled)
         self._module = model if isinstance(model, torch.nn.Module) else None
         self._training = self._module.training if self._module is not None else False
 
     @property
-    def family(self) -> Family:
-        return self._trace.runtime.family
+    def model_state(self) -> ModelState:
+        return self._trace.runtime.state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         known = (len(args), *kwargs) in self._flat_forms
@@ -193,10 +193,10 @@ class Frozen:
         except AttributeError:  # no tensor where the example had one
             self._check_tensors(leaves)
             raise
-        plan = self._plans.get(key)
-        if plan is not None:
+        known_call = self._calls.get(key)
+        if known_call is not None:
             self._check_call(leaves)
-            result = plan.call(tensors, context)
+            result = known_call.run(tensors, context)
             if result is not MISS:
                 return result
         return self._uncommon(leaves, tensors, key, context)
@@ -211,11 +211,10 @@ class Frozen:
             FreezeError: nothing is captured for this count.
         """
         context = get_forward_context()
-        ready = self._trace.runtime.ready_for(num_tokens, context)
-        if ready is None:
+        replay = self._trace.runtime.replay_for(num_tokens, context)
+        if replay is None:
             raise FreezeError.not_captured(num_tokens)
-        plan = ready.bound.copy_in
-        views = dict(zip(plan.indices, plan.destinations, strict=True)) | dict(plan.expanded)
+        views = replay.bound.copy_in.views()
         return {self._names[leaf]: views[index] for leaf, index in self._trace.inputs}
 
     def rebind(self) -> None:
@@ -224,7 +223,7 @@ class Frozen:
         The example is run again through the compiled model. Tapes that hold old addresses are dropped and
         captured again (lazily, or by pg.capture).
         """
-        self._plans.clear()
+        self._calls.clear()
         self._trace = _Trace.of(self._observe_anew(), self._example)
         self._training = self._module.training if self._module is not None else False
 
@@ -238,7 +237,7 @@ class Frozen:
         except (AddressMovedError, MergedWeightsError):  # graphs hold what was replaced
             pass
         self._trace.runtime.drop_graphs()
-        self.family.sealed = False
+        self.model_state.sealed = False
         return _observe(self._compiled, args, kwargs)
 
     def _check_call(self, leaves: Sequence[Any]) -> None:
@@ -289,7 +288,7 @@ class Frozen:
     def _uncommon(
         self, leaves: Sequence[Any], tensors: Sequence[Any], key: Hashable, context: ForwardContext
     ) -> Any:
-        """A call whose plan is unknown, out of date, or whose inputs are of another kind."""
+        """A call of a token count that is new or out of date, or with inputs of another kind."""
         self._check_tensors(leaves)
         self._check_call(leaves)
         runtime, full = self._trace.runtime, list(self._trace.template)
@@ -299,11 +298,11 @@ class Frozen:
             full[index] = full[argument].shape[dim]
         outputs = runtime(*full)
         count = runtime.count(full)
-        ready = runtime.ready_for(count, context)
-        if ready is not None and not any(isinstance(value, Ref) for value in ready.bound.outputs):
+        replay = runtime.replay_for(count, context)
+        if replay is not None and not any(isinstance(value, Ref) for value in replay.bound.outputs):
             indices = [index for _, index in self._trace.inputs]
             template = self._trace.template
-            self._plans[key] = FrozenPlan(runtime, ready, count, indices, tensors, template, self._rebuild)
+            self._calls[key] = FrozenCall(runtime, replay, indices, tensors, template, self._rebuild)
         return self._rebuild(outputs)
 
     def _rebuild(self, outputs: Sequence[Any]) -> Any:

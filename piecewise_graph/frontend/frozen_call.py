@@ -1,4 +1,4 @@
-"""FrozenPlan: one frozen call whose every decision is made: what is left is copying, replaying, returning."""
+"""FrozenCall: one frozen call of a known token count. What is left to do is copy, replay, return."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piecewise_graph import _torch
 from piecewise_graph.context import ForwardContext
+from piecewise_graph.graph_pool import capturing_elsewhere
 from piecewise_graph.kernels.copies import bind_copy
 from piecewise_graph.recorder.tape import own_outputs
+from piecewise_graph.runtime.replay import Replay
 from piecewise_graph.runtime.runtime import Runtime
-from piecewise_graph.runtime.tape_set import Ready
 from piecewise_graph.sizes import overwrite
-from piecewise_graph.telemetry import counters
 
-MISS = object()  # what a plan answers when the call is not one of its own
+MISS = object()  # the answer to a call that this object does not serve
 
 
-class FrozenPlan:
-    """The replay of one token count.
+class FrozenCall:
+    """The calls of one token count.
 
     Args:
         inputs: index of each activation among the graph's arguments, in the order of `tensors`.
@@ -35,35 +34,30 @@ class FrozenPlan:
     def __init__(
         self,
         runtime: Runtime,
-        ready: Ready,
-        num_tokens: int,
+        replay: Replay,
         inputs: Sequence[int],
         tensors: Sequence[Tensor],
         template: Sequence[Any],
         rebuild: Callable[[Sequence[Any]], Any],
     ) -> None:
-        self._runtime, self._ready = runtime, ready
-        self._generation, self._num_tokens = runtime.generation, num_tokens
+        config, copies = runtime.state.config, replay.bound.copy_in
+        self._runtime, self._replay = runtime, replay
+        self._generation, self._device = runtime.generation, runtime.program.device
         self._kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
-        plan = ready.bound.copy_in
-        views = dict(zip(plan.indices, plan.destinations, strict=True)) | dict(plan.expanded)
+        views, expanded = copies.views(), dict(copies.expanded)
         self._views = [views[index] for index in inputs]
-        self._expanded = frozenset(
-            place for place, index in enumerate(inputs) if index in dict(plan.expanded)
-        )
-        self._copy = None if self._expanded else bind_copy(self._views)
-        self._padding = plan.padding
-        self._pool, self._template = runtime.family.pool, template
-        self._on_gpu = runtime.program.device.type == "cuda"
-        self._owned = runtime.family.config.outputs == "copy"
-        self._always = runtime.family.config.check == "always"
-        made = rebuild(ready.bound.outputs)
-        self._static = None if self._owned else made
-        self._remake = _remake_like(made, ready.bound.outputs) or rebuild
+        self._expanded = frozenset(place for place, index in enumerate(inputs) if index in expanded)
+        launches = self._device.type == "cuda" and not self._expanded
+        self._copy = bind_copy(self._views) if launches else None
+        self._padding, self._pool = copies.padding, runtime.state.pool
+        self._addressed = template if config.check == "always" else None
+        made = rebuild(replay.bound.outputs)
+        self._static = made if config.outputs == "static" else None
+        self._remake = _remake_like(made, replay.bound.outputs) or rebuild
 
-    def call(self, tensors: Sequence[Tensor], context: ForwardContext) -> Any:
-        """Replay; MISS where the plan is out of date or the inputs, whose shapes fit, are of another kind."""
-        if self._generation != self._runtime.generation or (self._on_gpu and _torch.capturing()):
+    def run(self, tensors: Sequence[Tensor], context: ForwardContext) -> Any:
+        """Replay; MISS where a capture came since, or the inputs, whose shapes fit, are of another kind."""
+        if self._generation != self._runtime.generation or capturing_elsewhere(self._device):
             return MISS
         foreign = [place for place, view in enumerate(self._views) if tensors[place] is not view]
         for place in foreign:
@@ -71,31 +65,22 @@ class FrozenPlan:
             if tensors[place].dtype is not dtype or tensors[place].device != device:
                 return MISS
         with self._pool.using() as nested:
-            return MISS if nested else self._run(tensors, foreign, context)
+            if nested:
+                return MISS
+            outputs = self._replay.run((tensors, foreign), context, self._copy_in, self._addressed)
+            if self._static is not None:
+                return self._static
+            return self._remake(own_outputs(self._runtime.program, outputs, (), copy=True))
 
-    def _run(self, tensors: Sequence[Tensor], foreign: Sequence[int], context: ForwardContext) -> Any:
-        ready = self._ready
-        ready.check(context, self._num_tokens, always=self._always)
-        if self._always:
-            self._runtime.addresses.check(self._template)
-        if foreign:
-            self._copy_in(tensors, foreign)
-        if self._padding:  # zeros, as in every replay
+    def _copy_in(self, given: tuple[Sequence[Tensor], Sequence[int]]) -> None:
+        """Bring what the caller did not write in place, then zero the padded rows."""
+        tensors, foreign = given
+        if foreign and not (self._copy is not None and self._copy(tensors)):
+            self._copy_one_by_one(tensors, foreign)
+        if self._padding:
             torch._foreach_zero_(self._padding)
-        self._pool.run_off_default_stream(ready.bound.calls)
-        counters.add("replays")
-        if ready.not_full is not None:
-            counters.not_full(ready.not_full)
-        for reason, segments in ready.bound.unpadded.items():
-            counters.unpadded(reason, segments)
-        if not self._owned:
-            return self._static
-        return self._remake(own_outputs(self._runtime.program, ready.bound.outputs, (), copy=True))
 
-    def _copy_in(self, tensors: Sequence[Tensor], foreign: Sequence[int]) -> None:
-        """Bring what the caller did not write in place, in one launch."""
-        if self._copy is not None and self._copy(tensors):
-            return
+    def _copy_one_by_one(self, tensors: Sequence[Tensor], foreign: Sequence[int]) -> None:
         plain = [place for place in foreign if place not in self._expanded]
         if plain:
             torch._foreach_copy_([self._views[i] for i in plain], [tensors[i] for i in plain])

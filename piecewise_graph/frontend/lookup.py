@@ -1,4 +1,4 @@
-"""From the object a user holds to the family of its traces."""
+"""From the object that a user holds to the state of its model."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 
 from piecewise_graph import _torch
 from piecewise_graph.frontend.compile import CompiledModel
-from piecewise_graph.runtime.model_state import Family, families_binding, families_from
+from piecewise_graph.runtime.model_state import ModelState, states_binding, states_from
 
 
-def family_for(compiled: Any) -> Family | None:
-    """The family of what pg.compile or torch.compile returned; None where it has no trace yet.
+def state_of(compiled: Any) -> ModelState | None:
+    """The model state of what pg.compile or torch.compile returned; None where it has no trace yet.
 
     A torch.compile'd module is found by its parameters, a function by its code.
     """
     if isinstance(compiled, CompiledModel):
-        return compiled.family
+        return compiled.model_state
     original = _torch.original_callable(compiled)
     if isinstance(original, torch.nn.Module):
-        found = list(families_binding([*original.parameters(), *original.buffers()]))
-        found += families_from(type(original).forward.__code__) if not found else []
+        found = list(states_binding([*original.parameters(), *original.buffers()]))
+        found += states_from(type(original).forward.__code__) if not found else []
     else:
-        found = list(families_from(getattr(original, "__code__", None)))
-    live = [family for family in found if family.runtimes]
+        found = list(states_from(getattr(original, "__code__", None)))
+    live = [state for state in found if state.traces]
     return live[-1] if live else None

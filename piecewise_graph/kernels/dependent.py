@@ -1,12 +1,11 @@
 """How a kernel that is launched as a dependent of the one before it has to begin.
 
 Note [Dependent launches]
-A decode step is a chain of short kernels, and between two of them the memory idles for as long as one ends
-and the next starts. A kernel launched as a dependent of the one before (Hopper's programmatic dependent
-launch) is there already when that one ends. It may read what the one before wrote only after it has waited,
-and lets its own dependents start after that too, never sooner: whoever starts then may rely on everything
-before this kernel being done, as Inductor's kernels do. A captured graph keeps such a launch as a
-programmatic edge.
+A decode step is a chain of short kernels, and the memory idles while one ends and the next starts. A kernel
+launched as a dependent of the one before (Hopper's programmatic dependent launch) is resident already when
+that one ends. It may read the results of the kernel before only after it has waited. It lets its own
+dependents start after the wait, never sooner, so that they may rely on all kernels before this one being
+done; Inductor's kernels rely on that. A captured graph keeps such a launch as a programmatic edge.
 """
 
 import triton

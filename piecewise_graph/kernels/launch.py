@@ -1,20 +1,19 @@
 """Triton kernels without the JIT's dispatch, which costs more host time than the launch itself.
 
-Note [Bound launches]
-`kernel[grid](...)` looks at every argument on every call to find its compiled variant: 14 to 20 us. A serving
-loop launches one variant with the same addresses over and over. So a `Launcher` finds the variant once, and
-`bind` fixes grid and addresses; what is left per launch is one call of Triton's own C launcher.
-A variant is specialised for pointers that are multiples of 16 bytes or not, and never on the values of
-integers. The interpreter (TRITON_INTERPRET=1) has no variants; there a bound launch is the plain call.
+`kernel[grid](...)` inspects every argument on every call to find its compiled variant: 14 to 20 us. A serving
+loop launches one variant with the same addresses again and again. So a `Launcher` finds the variant once, and
+`bind` fixes grid and addresses; a launch is then one call of Triton's own C launcher. A variant is
+specialised on whether pointers are multiples of 16 bytes, and never on the values of integers. The
+interpreter (TRITON_INTERPRET=1) has no variants; there a bound launch is the plain call.
 
 Note [The C launcher]
-`CompiledKernel.run` is a Python object around the launcher that Triton compiled for the kernel's signature;
-it allocates scratch memory for kernels that want some. For one that wants none, of a Triton whose argument
-order is known, the C function underneath is called directly.
+`CompiledKernel.run` is a Python object around the launcher that Triton compiled for the kernel's signature.
+It allocates scratch memory for kernels that need it. For a kernel that needs none, in a Triton version with
+known argument order, the C function underneath is called directly.
 
 Note [Scalars of the interpreter]
-The interpreter holds scalars as arrays of one element and takes `int` of them where a loop wants its bounds;
-numpy 2.4 refuses that. Until Triton asks for the element, it is done here.
+The interpreter holds scalars as arrays of one element and converts them with `int` for the bounds of loops;
+numpy 2.4 refuses that. Until Triton takes the element itself, `_mend_interpreter` does.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Launcher:
             constants: its constexprs, in order.
         """
         if 0 in grid:
-            return _nothing
+            return lambda: None
         enqueue, arguments = self.variant(args, *constants), (*map(address, args), *constants)
         return lambda: enqueue(grid, arguments)
 
@@ -159,7 +158,3 @@ def _wants_no_scratch(run: Any) -> bool:
     needs = [getattr(run, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
     known = all(hasattr(run, name) for name in ("launch", "launch_cooperative_grid", "launch_pdl"))
     return known and needs == [0, 0]
-
-
-def _nothing() -> None:
-    pass

@@ -11,10 +11,10 @@ and take more than planned; so may full graphs beside piecewise ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,33 +22,31 @@ from torch import Tensor
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.errors import CaptureError
 from piecewise_graph.graph_pool import GraphPool, Run
+from piecewise_graph.recorder.bucket_record import BucketRecord
 from piecewise_graph.recorder.padding import probe_size
-from piecewise_graph.recorder.record import Verdicts, record
-from piecewise_graph.recorder.static_buffers import FlatBuffers, StaticInputs
+from piecewise_graph.recorder.padding_proofs import PaddingProofs
+from piecewise_graph.recorder.record import record_segments
 from piecewise_graph.recorder.tape import ReplayTape
-from piecewise_graph.runtime.model_state import Family
-from piecewise_graph.splitter.merged_weights import with_merged
-
-if TYPE_CHECKING:
-    from piecewise_graph.runtime.runtime import Runtime
+from piecewise_graph.recorder.workspace import Workspace
 
 
 @dataclass(frozen=True)
-class PlannedBucket:
-    """One bucket of one trace.
+class TraceToPlan:
+    """One trace, as planning needs it.
 
     Attributes:
-        trace: its number in pg.explain.
-        graphs: how many will be captured for it.
-        graph_bytes: what it adds to the pool when the larger buckets are captured before it.
-        buffer_bytes: what it adds to the owned buffers; the first one of a trace brings the static inputs.
+        number: of the trace in pg.explain.
+        make_args: a call's arguments, merged weights included; None for activations.
+        sizes: the buckets that the trace can serve, ascending.
+        largest: its largest bucket; static inputs have room for it.
     """
 
-    trace: int
-    tokens: int
-    graphs: int
-    graph_bytes: int
-    buffer_bytes: int
+    number: int
+    program: Program
+    make_args: Callable[[], Sequence[Any]]
+    sizes: Sequence[int]
+    largest: int
+    proofs: PaddingProofs
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Plan:
         traces: how many the model had then.
     """
 
-    buckets: tuple[PlannedBucket, ...]
+    buckets: tuple[BucketRecord, ...]
     dropped: dict[int, str]
     sizes: tuple[int, ...]
     traces: int
@@ -105,104 +103,79 @@ def largest_to_drop(needs: Iterable[int], budget: int) -> list[int]:
 
 
 @torch.no_grad()
-def make_plan(family: Family, sizes: Iterable[int]) -> Plan:
-    """Plan `sizes` for all traces of a model (Note [Plan]), and keep the plan as `family.plan`."""
+def make_plan(
+    traces: Sequence[TraceToPlan], sizes: Iterable[int], *, budget: int | None, all_traces: int
+) -> Plan:
+    """Plan `sizes` for the traces of one model (Note [Plan]).
+
+    Args:
+        budget: bytes that the graphs may take; the largest buckets that do not fit are dropped.
+        all_traces: how many traces the model has, those that are never captured included.
+    """
     order = sorted(set(sizes), reverse=True)
     dropped: dict[int, str] = {}
-    tried: dict[int, list[PlannedBucket]] = {}
+    tried: dict[int, list[BucketRecord]] = {}
 
     def need(first: int) -> int:
-        tried[first] = _try_out(family, order[first:], dropped)
+        tried[first] = _try_out(traces, order[first:], dropped)
         return sum(bucket.graph_bytes for bucket in tried[first])
 
-    kept, budget = 0, family.config.max_graph_bytes
+    kept = 0
     if budget is not None:
         needs = largest_to_drop(map(need, range(len(order))), budget)
         kept = len(needs)
         for size, needed in zip(order, needs, strict=False):
             dropped[size] = CaptureError.over_budget(size, needed, budget)
-    buckets = tried[kept] if kept in tried else _try_out(family, order[kept:], dropped)
-    family.plan = Plan(tuple(buckets), dropped, tuple(order), len(family.runtimes))
-    return family.plan
+    buckets = tried[kept] if kept in tried else _try_out(traces, order[kept:], dropped)
+    return Plan(tuple(buckets), dropped, tuple(order), all_traces)
 
 
-def current_plan(family: Family, sizes: Iterable[int]) -> Plan:
-    """The plan of these sizes; made anew where the latest one is of others, or a trace came since."""
-    plan, wanted = family.plan, set(sizes)
-    fits = plan is not None and set(plan.sizes) == wanted and plan.traces == len(family.runtimes)
-    return plan if plan is not None and fits else make_plan(family, wanted)
-
-
-def refused(family: Family) -> Mapping[int, str]:
-    """Buckets that a budget forbids, with the reason; plans what may be captured and nobody has planned."""
-    if family.config.max_graph_bytes is None:
-        return {}
-    plan = family.plan
-    if family.may_capture():
-        every = {size for r in family.runtimes if _replays(r) for size in _served(r)}
-        plan = current_plan(family, plan.sizes if plan and family.capturing else every)
-    return {} if plan is None else plan.dropped
-
-
-def planned_bytes(runtime: Runtime, bucket: int) -> int | None:
-    """What the plan says that `bucket` adds to the pool; None where it says nothing."""
-    plan, traces = runtime.family.plan, dict(enumerate(runtime.family.runtimes))
-    planned = plan.buckets if plan else ()
-    found = (b.graph_bytes for b in planned if b.tokens == bucket and traces.get(b.trace) is runtime)
-    return next(found, None)
-
-
-def _try_out(family: Family, order: Sequence[int], failed: dict[int, str]) -> list[PlannedBucket]:
+def _try_out(
+    traces: Sequence[TraceToPlan], order: Sequence[int], failed: dict[int, str]
+) -> list[BucketRecord]:
     """Lay the tapes of these buckets in one trial pool; `failed` gets those that cannot run."""
-    traces = [_Trial(number, runtime) for number, runtime in enumerate(family.runtimes) if _replays(runtime)]
-    found: list[PlannedBucket] = []
+    found: list[BucketRecord] = []
     if not traces:
         return found
-    pool = _TrialPool(traces[0].runtime.program.device)
+    pool = _TrialPool(traces[0].program.device)
+    trials = [_TrialTrace(trace, pool) for trace in traces]
     for size in order:
-        for trial in traces:
-            if size in _served(trial.runtime):
+        for trial in trials:
+            if size in trial.trace.sizes:
                 try:
-                    found.append(trial.run(pool, size))
-                except Exception as error:  # whatever it was: a plan of the others is worth having
-                    failed[size] = f"cannot be planned: {type(error).__name__}: {error}"
+                    found.append(trial.run(size))
+                except Exception as error:  # the plan of the other buckets is still worth having
+                    failed[size] = CaptureError.not_planned(error)
     return found
 
 
-def _replays(runtime: Any) -> bool:
-    return getattr(runtime, "program", None) is not None and runtime.program.blocked is None
-
-
-def _served(runtime: Any) -> list[int]:
-    return [size for size in runtime.sizes if size not in runtime.invalid and size > 0]
-
-
-class _Trial:
+class _TrialTrace:
     """One trace with buffers of its own."""
 
-    def __init__(self, number: int, runtime: Any) -> None:
-        self.number, self.runtime = number, runtime
-        self.inputs: StaticInputs | None = None
-        self.buffers = FlatBuffers()
-        self.tapes: list[ReplayTape] = []  # a CPU's stand-ins live in them
+    def __init__(self, trace: TraceToPlan, pool: GraphPool) -> None:
+        self.trace = trace
+        self._proofs = PaddingProofs()
+        self._workspace = Workspace.empty(trace.program, pool, self._proofs, trace.largest)
+        self._tapes: list[ReplayTape] = []  # a CPU's stand-ins live in them
 
-    def run(self, pool: GraphPool, size: int) -> PlannedBucket:
-        program, graphs, owned = self.runtime.program, pool.bytes(), self._owned()
-        self.inputs = self.inputs or StaticInputs(program, max(self.runtime.sizes))
-        args = _weights(self.runtime)
-        verdicts = _expected(program, size, self.runtime.family.verdicts)
-        tape = record(program, args, size, pool, self.inputs, self.buffers, verdicts)
-        self.tapes.append(tape)
-        return PlannedBucket(self.number, size, tape.graphs, pool.bytes() - graphs, self._owned() - owned)
-
-    def _owned(self) -> int:
-        return self.buffers.bytes() + (self.inputs.bytes() if self.inputs else 0)
+    def run(self, size: int) -> BucketRecord:
+        workspace, trace = self._workspace, self.trace
+        graphs, owned = workspace.pool.bytes(), workspace.bytes()
+        for (structure, bucket), reason in _expected(trace, size).items():
+            self._proofs.add(structure, bucket, reason)
+        tape = record_segments(workspace, trace.make_args(), size, ops_run=False)
+        self._tapes.append(tape)
+        return BucketRecord(
+            size,
+            tape.graphs,
+            workspace.pool.bytes() - graphs,
+            trace=trace.number,
+            buffer_bytes=workspace.bytes() - owned,
+        )
 
 
 class _TrialPool(GraphPool):
     """Segments run where they would be captured, in memory that goes when the pool does."""
-
-    trial = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -220,20 +193,12 @@ class _TrialPool(GraphPool):
             return (lambda: None), run(*inputs)
 
 
-def _weights(runtime: Any) -> Sequence[Any]:
-    """A call's arguments with the weights in their places, and nothing in those of activations."""
-    program = runtime.program
-    own = [given for given in program.split.inputs if given.constant is None and not given.merged]
-    weights = {index: weight() for index, weight in runtime.bound.items()}
-    return with_merged([weights.get(index) for index in range(len(own))], program.merge.layouts)
-
-
-def _expected(program: Program, bucket: int, known: Verdicts) -> Verdicts:
+def _expected(trace: TraceToPlan, bucket: int) -> dict[tuple[str, int], str | None]:
     """Which segments will run unpadded: those settled, seen by looking, or unfit in another bucket."""
-    here = {key: fault for key, fault in known.items() if key[1] == bucket}
+    program, here = trace.program, trace.proofs.at(bucket)
     if program.unpaddable or probe_size(program, bucket, bucket) is None:
         return here
-    unfit = {key: fault for (key, _), fault in known.items() if fault is not None}
-    numbers = [s.key for s in program.compiled.segments.values() if s.facts.size_is_a_number]
+    unfit = {structure: reason for (structure, _), reason in trace.proofs.reasons()}
+    numbers = [s.key for s in program.compiled.values() if s.facts.size_is_a_number]
     unfit |= dict.fromkeys(numbers, "size_is_a_number")
-    return {(key, bucket): fault for key, fault in unfit.items()} | here
+    return {(structure, bucket): reason for structure, reason in unfit.items()} | here

@@ -35,8 +35,7 @@ from piecewise_graph.splitter.split_graph import Ref, SegmentStep, Size
 MakeTail = Callable[[Tensor], Tensor]
 
 
-class Unproven(Exception):
-    """The inputs at hand prove nothing about padding. Never reaches a user."""
+UNPROVEN = "padding_unproven"  # the inputs at hand prove nothing
 
 
 def probe_size(program: Program, num_tokens: int, bucket: int) -> int | None:
@@ -49,34 +48,21 @@ def probe_size(program: Program, num_tokens: int, bucket: int) -> int | None:
     return None
 
 
-def padding_fault(
-    program: Program,
-    step: SegmentStep,
-    segment: CompiledSegment,
-    inputs: Sequence[Any],
-    size: int,
-    bucket: int,
-    *,
-    thorough: bool,
-) -> str | None:
-    """Why `segment` must not be padded from `size` to `bucket`; None when live rows agree.
+def padding_reason(trial: Trial, inputs: Sequence[Any], *, thorough: bool) -> str | None:
+    """Why the trial's segment must not be padded; None when live rows agree, UNPROVEN when no row can tell.
 
     Args:
-        inputs: its live inputs, of at least `size` tokens.
+        inputs: its live inputs, of at least the trial's size.
         thorough: all four trials, with random weights; else those with the tails that a replay has and
             the random ones, on the weights as they are. Once per structure is enough for the rest.
-
-    Raises:
-        Unproven: the live inputs cannot tell one row from another.
     """
-    trial = _Trial(program, step, segment, size, bucket)
-    if segment.facts.size_is_a_number:
+    if trial.segment.facts.size_is_a_number:
         return "size_is_a_number"
     if trial.has_derived_sizes():
         return "derived_size"
     live = trial.narrowed(inputs)
     if not trial.tells_rows_apart(live):
-        raise Unproven
+        return UNPROVEN
     for make_tail in (_first_tail, _second_tail) if thorough else (_first_tail,):
         if trial.disagrees(live, [make_tail] * len(live)):
             return "mixes_tokens"
@@ -87,47 +73,7 @@ def padding_fault(
     return None
 
 
-def warm_up(
-    program: Program,
-    step: SegmentStep,
-    segment: CompiledSegment,
-    inputs: Sequence[Any],
-    num_tokens: int,
-    bucket: int,
-) -> None:
-    """Run a segment once at the bucket's size, so that its capture loads and allocates nothing new."""
-    trial = _Trial(program, step, segment, num_tokens, bucket)
-    live = trial.narrowed(inputs)
-    segment.at(bucket)(*trial.padded(live, bucket, [_copies] * len(live)))
-
-
-def run_unpadded(
-    program: Program,
-    step: SegmentStep,
-    segment: CompiledSegment,
-    inputs: Sequence[Any],
-    num_tokens: int,
-    bucket: int,
-) -> list[Tensor]:
-    """Run a segment on the live rows of padded inputs, and pad its results with zeros.
-
-    What it writes in place reaches `inputs`; its outputs have to be no views of one another.
-    """
-    trial = _Trial(program, step, segment, num_tokens, bucket)
-    live = trial.narrowed(inputs)
-    exact = trial.padded(live, num_tokens, [_copies] * len(live))
-    results = segment.at(num_tokens)(*exact)
-    for index in segment.facts.written:
-        overwrite(live[index], exact[index])
-    padded = []
-    for spec, result in zip(trial.outputs, results, strict=True):
-        assert spec is not None
-        padded.append(spec.empty(program.sizes_at(bucket)).zero_())
-        overwrite(narrow(padded[-1], spec, program, num_tokens), result)
-    return padded
-
-
-class _Trial:
+class Trial:
     """One segment, run at `size` tokens and padded from there to `bucket`."""
 
     def __init__(
@@ -135,14 +81,25 @@ class _Trial:
     ) -> None:
         self.program, self.step, self.segment = program, step, segment
         self.size, self.bucket = size, bucket
-        specs = program.split.specs
-        self.specs = [specs[item.slot] if isinstance(item, Ref) else None for item in step.inputs]
-        self.outputs = [specs[slot] for slot in step.outputs]
+        split = program.split
+        self.specs = [split.specs[item.slot] if isinstance(item, Ref) else None for item in step.inputs]
+        self.outputs = [split.spec(slot) for slot in step.outputs]
 
     def has_derived_sizes(self) -> bool:
         return any(
             spec is not None and spec.is_derived(self.program.token) for spec in self.specs + self.outputs
         )
+
+    def warm_up(self, inputs: Sequence[Any]) -> None:
+        """Run the segment once at the bucket's size, so that its capture loads and allocates nothing new."""
+        live = self.narrowed(inputs)
+        self.segment.at(self.bucket)(*self.padded(live, self.bucket, [_copies] * len(live)))
+
+    def run_exact(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], Sequence[Tensor]]:
+        """The live rows of `inputs`, copies of them, and what the segment returns for the copies."""
+        live = self.narrowed(inputs)
+        exact = self.padded(live, self.size, [_copies] * len(live))
+        return live, exact, self.segment.at(self.size)(*exact)
 
     def disagrees(self, values: Sequence[Any], tails: Sequence[MakeTail]) -> bool:
         """Live rows of the padded run differ from the exact one's, on inputs of `size` tokens."""
@@ -156,7 +113,6 @@ class _Trial:
             ):
                 return True
         for index, (spec, want, got) in enumerate(zip(self.outputs, expected, found, strict=True)):
-            assert spec is not None
             known = index not in self.segment.facts.uninitialised
             if known and not agree(want, narrow(got, spec, self.program, self.size)):
                 return True

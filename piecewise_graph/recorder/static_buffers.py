@@ -69,7 +69,7 @@ class FlatBuffers:
 
 
 @dataclass(frozen=True)
-class CopyPlan:
+class InputCopies:
     """How one call's activations reach the buffers of a bucket, for one token count.
 
     Attributes:
@@ -83,6 +83,10 @@ class CopyPlan:
     expanded: tuple[tuple[int, Tensor], ...]
     padding: list[Tensor]
 
+    def views(self) -> dict[int, Tensor]:
+        """Where each copied argument goes, by its index."""
+        return dict(zip(self.indices, self.destinations, strict=True)) | dict(self.expanded)
+
     def fill(self, args: Sequence[Any]) -> None:
         """Copy in, then zero the tail: zeros are legal indices, and they keep NaN out of padded ops."""
         if self.destinations:
@@ -94,23 +98,27 @@ class CopyPlan:
 
 
 class StaticInputs:
-    """The buffers of one trace, large enough for its largest bucket."""
+    """The buffers of one trace, large enough for its largest bucket; allocated when they are first used."""
 
     def __init__(self, program: Program, largest: int) -> None:
-        self._program = program
-        self._flat: dict[int, Tensor] = {}
-        sizes = program.sizes_at(largest)
-        for index, given in enumerate(program.split.inputs):
-            if given.spec is not None and not given.bound:
-                flat = FlatBuffers().take(given.spec, *_extent(given.spec.storage_numel(sizes)))
-                self._flat[index] = flat
+        self._program, self._largest = program, largest
+        self._allocated: dict[int, Tensor] = {}
+
+    @property
+    def _flat(self) -> dict[int, Tensor]:
+        """One buffer per activation."""
+        if not self._allocated:
+            sizes = self._program.sizes_at(self._largest)
+            for index, spec in self._program.split.activations:
+                self._allocated[index] = FlatBuffers().take(spec, *_extent(spec.storage_numel(sizes)))
+        return self._allocated
 
     def view(self, index: int, bucket: int) -> Tensor:
         """Argument `index` as the graphs of `bucket` read it."""
         spec, sizes = self._spec(index), self._program.sizes_at(bucket)
         return self._flat[index].as_strided(spec.shape_at(sizes), spec.stride_at(sizes))
 
-    def plan(self, bucket: int, num_tokens: int) -> CopyPlan:
+    def copies(self, bucket: int, num_tokens: int) -> InputCopies:
         plain: dict[int, Tensor] = {}
         expanded: list[tuple[int, Tensor]] = []
         padding: list[Tensor] = []
@@ -122,19 +130,17 @@ class StaticInputs:
             else:
                 plain[index] = live
                 padding += tails(view, spec, self._program, num_tokens)
-        return CopyPlan(tuple(plain), list(plain.values()), tuple(expanded), padding)
+        return InputCopies(tuple(plain), list(plain.values()), tuple(expanded), padding)
 
     def storages(self) -> set[int]:
         """Ids of the buffers' storages."""
-        return {_torch.storage_id(flat) for flat in self._flat.values()}
+        return {_torch.storage_id(flat) for flat in self._allocated.values()}
 
     def bytes(self) -> int:
-        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+        return sum(flat.numel() * flat.element_size() for flat in self._allocated.values())
 
     def _spec(self, index: int) -> TensorSpec:
-        spec = self._program.split.inputs[index].spec
-        assert spec is not None
-        return spec
+        return self._program.split.spec(index)
 
 
 def _extent(numel: int) -> tuple[tuple[int], tuple[int], int]:

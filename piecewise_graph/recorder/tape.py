@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from piecewise_graph.compiler.program import Program
-from piecewise_graph.recorder.static_buffers import CopyPlan, StaticInputs, narrow
+from piecewise_graph.recorder.static_buffers import InputCopies, StaticInputs, narrow
 from piecewise_graph.sizes import evaluate, overwrite
 from piecewise_graph.splitter.split_graph import Ref, Size, resolve
 
@@ -52,13 +52,13 @@ class BoundTape:
         unpadded: see ReplayTape.
     """
 
-    copy_in: CopyPlan
+    copy_in: InputCopies
     calls: tuple[Call, ...]
     outputs: tuple[Any, ...]
     unpadded: Mapping[str, int]
 
 
-@dataclass
+@dataclass(eq=False)
 class ReplayTape:
     """The captured graphs of one bucket.
 
@@ -68,7 +68,7 @@ class ReplayTape:
         values: slot -> static tensor (weak aliases where the pool owns the memory).
         proven: every captured segment was shown to tolerate padding.
         unpadded: reason -> number of segments that run uncaptured because they do not.
-        keep: storages that graphs read by address and nobody else may free.
+        keep: storages that graphs read by address, kept alive by the tape.
         graphs: how many were captured.
     """
 
@@ -92,7 +92,7 @@ class ReplayTape:
                 for entry in self.entries
             )
             outputs = tuple(resolve(self.program.split.outputs, lambda item: self._output(item, num_tokens)))
-            bound = BoundTape(self.inputs.plan(self.bucket, num_tokens), calls, outputs, self.unpadded)
+            bound = BoundTape(self.inputs.copies(self.bucket, num_tokens), calls, outputs, self.unpadded)
             self._bound[num_tokens] = bound
         return bound
 
@@ -124,9 +124,10 @@ class ReplayTape:
         return evaluate(item.expr, self.program.sizes_at(num_tokens))
 
     def _view(self, slot: int, num_tokens: int) -> Tensor:
-        value, spec = self.values[slot], self.program.split.specs[slot]
-        assert spec is not None
-        return value if num_tokens == self.bucket else narrow(value, spec, self.program, num_tokens)
+        value = self.values[slot]
+        if num_tokens == self.bucket:
+            return value
+        return narrow(value, self.program.split.spec(slot), self.program, num_tokens)
 
 
 def _call_into(call: Call, destinations: tuple[tuple[int | None, Tensor], ...]) -> None:

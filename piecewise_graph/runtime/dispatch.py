@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from piecewise_graph.buckets import bucket_for
+from piecewise_graph.recorder.mode import FULL, PIECEWISE, Mode
 
 
 class Action(Enum):
@@ -24,14 +25,14 @@ class Decision:
     Attributes:
         bucket: size to pad to; None when COMPILED.
         reason: why it is COMPILED; None otherwise.
-        full: the tape is one graph, splitting ops included (FULL mode); else one per segment (PIECEWISE).
-        not_full: why it is not, where the caller asked for it.
+        mode: of the tape.
+        not_full: why the mode is not FULL, where the caller asked for that.
     """
 
     action: Action
     bucket: int | None = None
     reason: str | None = None
-    full: bool = False
+    mode: Mode = PIECEWISE
     not_full: str | None = None
 
 
@@ -57,7 +58,7 @@ class Situation:
     Attributes:
         sizes: the buckets, ascending.
         may_capture: lazily, or because pg.capture is under way.
-        piecewise, full: what is captured in either mode; `full` is None where nobody asked for it.
+        piecewise, full: what is captured in either mode; `full` is None where the call did not ask for it.
         blocked: why no call of this trace can be replayed.
         not_full: why no call of this trace can be one graph.
         invalid: buckets outside of the sizes that the trace is valid for.
@@ -74,6 +75,11 @@ class Situation:
     over_budget: Container[int] = ()
 
 
+def bucket_of(num_tokens: int, sizes: Sequence[int], invalid: Container[int]) -> int | None:
+    """The bucket that a call is padded to; None where the trace is valid at none that is large enough."""
+    return bucket_for(num_tokens, [size for size in sizes if size not in invalid])
+
+
 def decide(num_tokens: int, given: Situation) -> Decision:
     """Choose for a call of `num_tokens` tokens.
 
@@ -86,37 +92,28 @@ def decide(num_tokens: int, given: Situation) -> Decision:
         return Decision(Action.COMPILED, reason=given.blocked)
     if num_tokens == 0:
         return Decision(Action.COMPILED, reason="no_tokens")
-    bucket = bucket_for(num_tokens, [size for size in given.sizes if size not in given.invalid])
+    bucket = bucket_of(num_tokens, given.sizes, given.invalid)
     if bucket is None:
         above = num_tokens > max(given.sizes)
         return Decision(Action.COMPILED, reason="above_max_tokens" if above else "bucket_outside_trace")
-    if given.full is None:
-        return _decide_mode(num_tokens, bucket, given.piecewise, given)
-    full = _decide_mode(num_tokens, bucket, given.full, given, full=True)
-    not_full = given.not_full or full.reason
-    if not_full is None:
-        return full
-    return _decide_mode(num_tokens, bucket, given.piecewise, given, not_full=not_full)
+    not_full = None
+    if given.full is not None:
+        full = _decide_mode(num_tokens, bucket, given.full, given)
+        not_full = given.not_full or full.reason
+        if not_full is None:
+            return replace(full, mode=FULL)
+    return replace(_decide_mode(num_tokens, bucket, given.piecewise, given), not_full=not_full)
 
 
-def _decide_mode(
-    num_tokens: int,
-    bucket: int,
-    captured: Captured,
-    given: Situation,
-    *,
-    full: bool = False,
-    not_full: str | None = None,
-) -> Decision:
-    def decided(action: Action, reason: str | None = None) -> Decision:
-        return Decision(action, None if reason else bucket, reason, full and not reason, not_full)
-
+def _decide_mode(num_tokens: int, bucket: int, captured: Captured, given: Situation) -> Decision:
     if bucket in captured.unpaddable and bucket != num_tokens:
-        return decided(Action.COMPILED, captured.unpaddable[bucket])
+        return Decision(Action.COMPILED, reason=captured.unpaddable[bucket])
     if bucket in captured.failed:
-        return decided(Action.COMPILED, "capture_failed")
+        return Decision(Action.COMPILED, reason="capture_failed")
     if bucket in captured.proven and (captured.proven[bucket] or bucket == num_tokens):
-        return decided(Action.REPLAY)
+        return Decision(Action.REPLAY, bucket)
     if bucket in given.over_budget:
-        return decided(Action.COMPILED, "over_budget")
-    return decided(Action.CAPTURE) if given.may_capture else decided(Action.COMPILED, "not_captured")
+        return Decision(Action.COMPILED, reason="over_budget")
+    if given.may_capture:
+        return Decision(Action.CAPTURE, bucket)
+    return Decision(Action.COMPILED, reason="not_captured")

@@ -1,8 +1,8 @@
-"""Family: the traces of one compiled model, and what they share.
+"""ModelState: the traces of one compiled model, and what they share.
 
 Dynamo may trace one model several times (fixed shapes first, then dynamic ones, T = 1, another grad mode).
-All its traces share a pool, the compiled structures and the padding verdicts. `pg.compile` makes a family
-itself; for plain torch.compile, which tells a backend nothing about who calls it, traces belong together
+All its traces share a pool, the compiled structures and the padding proofs. `pg.compile` makes the state
+itself. Plain torch.compile does not tell a backend which model it compiles. There, traces belong together
 when they bind a parameter in common or come from the same code.
 """
 
@@ -12,44 +12,59 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from types import CodeType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.graph_pool import GraphPool
+from piecewise_graph.recorder.memory_plan import Plan, TraceToPlan
+from piecewise_graph.recorder.padding_proofs import PaddingProofs
+from piecewise_graph.runtime.side_channel import Purpose, SideChannel
 
-if TYPE_CHECKING:
-    from piecewise_graph.recorder.memory_plan import Plan
-    from piecewise_graph.runtime.runtime import Runtime
-    from piecewise_graph.runtime.unsplit import WholeRuntime
+FindState: TypeAlias = "Callable[[Sequence[Tensor]], ModelState]"
 
-    AnyRuntime: TypeAlias = Runtime | WholeRuntime
-
-FindFamily: TypeAlias = "Callable[[Sequence[Tensor]], Family]"
-
-_families: weakref.WeakSet[Family] = weakref.WeakSet()
+_states: weakref.WeakSet[ModelState] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
-class Family:
+class Trace(Protocol):
+    """One graph that Dynamo traced, as the state of its model knows it.
+
+    Attributes:
+        bound_ids: ids of the tensors that it reads by address.
+        fallbacks: reason -> calls served without a tape.
+        blocked: why no call is ever replayed, or None.
+    """
+
+    bound_ids: frozenset[int]
+    fallbacks: Counter[str]
+
+    @property
+    def blocked(self) -> str | None: ...
+
+    def __call__(self, *args: Any) -> Any: ...
+
+    def drop_graphs(self) -> None: ...
+
+    def to_plan(self, number: int) -> TraceToPlan | None:
+        """What planning its memory needs; None where it is never captured."""
+
+
+class ModelState:
     """What the traces of one model share.
 
     Attributes:
         pool: where they capture.
         compiled: structure key -> compiled segment.
-        verdicts: (structure key, bucket) -> why it must not be padded, None where that was proven harmless.
+        proofs: which structures may be padded.
         sealed: pg.capture is done; nothing is captured lazily any more.
-        capturing: pg.capture is under way: True captures, False only traces, None otherwise.
-        tracing: calls end before they run anything; they are made for their trace alone.
+        channel: between the traces and those who call the model.
         signatures: of the graphs that pg.compile traced (one_token.py).
         fallbacks: reason -> calls that reached no trace.
         plan: the latest one, or None.
-        ran: graphs that ran since pg.compile last set it to 0.
-        observed: where pg.freeze wants (runtime, arguments, outputs) of every graph that runs, or None.
     """
 
     def __init__(self, config: PiecewiseConfig, *, code: CodeType | None = None) -> None:
@@ -57,79 +72,59 @@ class Family:
         self.code = code
         self.pool = config.pool or GraphPool()
         self.compiled: dict[str, CompiledSegment] = {}
-        self.verdicts: dict[tuple[str, int], str | None] = {}
+        self.proofs = PaddingProofs()
         self.sealed = False
-        self.capturing: bool | None = None
-        self.tracing = False
+        self.channel = SideChannel()
         self.fallbacks: Counter[str] = Counter()
         self.signatures: list[tuple[Any, ...]] = []
         self.plan: Plan | None = None
-        self.ran = 0
-        self.observed: list[tuple[AnyRuntime, Sequence[Any], Sequence[Any]]] | None = None
         self.number = next(_numbers)
-        self._runtimes: list[weakref.ref[AnyRuntime]] = []
-        _families.add(self)
+        self._traces: list[weakref.ref[Trace]] = []
+        _states.add(self)
 
-    def add(self, runtime: AnyRuntime) -> None:
-        self._runtimes.append(weakref.ref(runtime))
+    def add(self, trace: Trace) -> None:
+        self._traces.append(weakref.ref(trace))
 
     @property
-    def runtimes(self) -> tuple[AnyRuntime, ...]:
+    def traces(self) -> tuple[Trace, ...]:
         """The live traces, oldest first."""
-        return tuple(runtime for ref in self._runtimes if (runtime := ref()) is not None)
-
-    @contextmanager
-    def observing(self) -> Iterator[list[tuple[AnyRuntime, Sequence[Any], Sequence[Any]]]]:
-        """Collect (runtime, arguments, outputs) of the graphs that run inside the block."""
-        found: list[tuple[AnyRuntime, Sequence[Any], Sequence[Any]]] = []
-        self.observed = found
-        try:
-            yield found
-        finally:
-            self.observed = None
+        return tuple(trace for ref in self._traces if (trace := ref()) is not None)
 
     def may_capture(self) -> bool:
-        if self.capturing is not None:
-            return self.capturing
-        return self.config.capture == "lazy" and not self.sealed
+        """A bucket may be captured now: lazily, or because pg.capture asks for it."""
+        if self.channel.purpose is Purpose.SERVE:
+            return self.config.capture == "lazy" and not self.sealed
+        return self.channel.purpose is Purpose.CAPTURE
 
     def drop_graphs(self) -> None:
-        for runtime in self.runtimes:
-            runtime.drop_graphs()
+        for trace in self.traces:
+            trace.drop_graphs()
 
     def reset(self) -> None:
         """Forget captures and seals, so that the next calls capture again."""
         self.drop_graphs()
-        self.pool.drop_graphs()  # those of phases around this model, too (eagle/rounds/phase_runner.py)
+        self.pool.drop_graphs()  # what GraphPool.capture_call captured beside the model, too
         self.sealed = False
 
 
-def family_of(config: PiecewiseConfig, bound: Sequence[Tensor], code: CodeType | None) -> Family:
-    """The family that a plain torch.compile trace belongs to; a new one where there is none."""
-    for family in families_binding(bound):
-        if family.config == config:
-            return family
-    if not bound:
-        for family in families_from(code):
-            if family.config == config:
-                return family
-    return Family(config, code=code)
+def state_for_trace(config: PiecewiseConfig, bound: Sequence[Tensor], code: CodeType | None) -> ModelState:
+    """The state that a plain torch.compile trace belongs to; a new one where there is none."""
+    candidates = states_binding(bound) if bound else states_from(code)
+    same_options = (state for state in candidates if state.config == config)
+    found = next(same_options, None)
+    return found if found is not None else ModelState(config, code=code)
 
 
-def families_binding(tensors: Sequence[Tensor]) -> Iterator[Family]:
-    """Live families of which some trace binds one of `tensors`."""
+def states_binding(tensors: Sequence[Tensor]) -> Iterator[ModelState]:
+    """Live states with a trace that binds one of `tensors`, oldest first."""
     wanted = {id(tensor) for tensor in tensors}
-    for family in sorted(_families, key=lambda f: f.number):
-        if any(wanted & runtime.bound_ids for runtime in family.runtimes):
-            yield family
+    return (state for state in all_states() if any(wanted & trace.bound_ids for trace in state.traces))
 
 
-def families_from(code: CodeType | None) -> Iterator[Family]:
-    """Live families traced from `code`."""
-    for family in sorted(_families, key=lambda f: f.number):
-        if code is not None and family.code is code:
-            yield family
+def states_from(code: CodeType | None) -> Iterator[ModelState]:
+    """Live states traced from `code`, oldest first."""
+    return (state for state in all_states() if code is not None and state.code is code)
 
 
-def all_families() -> tuple[Family, ...]:
-    return tuple(sorted(_families, key=lambda f: f.number))
+def all_states() -> tuple[ModelState, ...]:
+    return tuple(sorted(_states, key=lambda state: state.number))

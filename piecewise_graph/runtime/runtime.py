@@ -1,45 +1,37 @@
 """Runtime: the callable handed back to Dynamo. One dispatch per forward, then a tape.
 
 Note [The hot path]
-For a token count seen before, a call is: look up its bound tape, compare addresses, copy inputs, run the
-list, own the outputs. Everything that can be decided once (bucket, views, who copies what) was decided when
-the tape was bound; whatever may change between calls (a released pool, a reset) empties the lookup.
+For a token count seen before, a call is: look up its replay, compare addresses, copy inputs, run the
+list, own the outputs. Everything that can be decided once (bucket, views, copies) was decided when the replay
+was bound. Whatever may change between calls (a released pool, a reset) empties the lookup.
 """
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from piecewise_graph.compiler.program import Program, in_layout, run_steps
 from piecewise_graph.context import ForwardContext, get_forward_context
-from piecewise_graph.errors import CaptureError
 from piecewise_graph.graph_pool import capturing_elsewhere
-from piecewise_graph.recorder.full_graph import (
-    CannotPad,
-    exact_sizes,
-    full_fault,
-    live_rows,
-    padded_size,
-    record_full,
-    run_padded,
-)
-from piecewise_graph.recorder.memory_plan import planned_bytes, refused
-from piecewise_graph.recorder.record import is_proven, record, rehearse, unpaddable_sizes
-from piecewise_graph.recorder.static_buffers import FlatBuffers, StaticInputs
+from piecewise_graph.recorder.memory_plan import TraceToPlan
+from piecewise_graph.recorder.mode import FULL, PIECEWISE
+from piecewise_graph.recorder.rehearse import live_rows, pads, run_padded
 from piecewise_graph.recorder.tape import own_outputs
+from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.runtime.bound_addresses import BoundAddresses
-from piecewise_graph.runtime.captured_context import CapturedContext, check_tokens
-from piecewise_graph.runtime.dispatch import Action, Decision, Situation, decide
-from piecewise_graph.runtime.model_state import Family
-from piecewise_graph.runtime.signals import ShapeMiss, TracedOnly
-from piecewise_graph.runtime.tape_set import Ready, Tape, TapeSet
+from piecewise_graph.runtime.bucket_capture import capture_bucket
+from piecewise_graph.runtime.budget import over_budget, plan_before_capture, planned_bytes
+from piecewise_graph.runtime.captured_context import check_tokens
+from piecewise_graph.runtime.dispatch import Action, Decision, Situation, bucket_of, decide
+from piecewise_graph.runtime.model_state import ModelState
+from piecewise_graph.runtime.replay import Replay
+from piecewise_graph.runtime.side_channel import Purpose
+from piecewise_graph.runtime.tapes import TapeSet
 from piecewise_graph.sizes import Sizes
 from piecewise_graph.telemetry import counters
 
@@ -49,285 +41,239 @@ class Runtime:
 
     Args:
         program: the compiled trace.
-        family: the model's other traces; pool, verdicts and configuration come from it.
+        state: of the model; pool, proofs and configuration come from it.
         static_tokens: token count of a trace of fixed shapes; None where a size is dynamic.
         bound: the tensors that graphs read by address, with their argument indices.
     """
 
     def __init__(
-        self, program: Program, family: Family, static_tokens: int | None, bound: Sequence[tuple[int, Tensor]]
+        self,
+        program: Program,
+        state: ModelState,
+        static_tokens: int | None,
+        bound: Sequence[tuple[int, Tensor]],
     ) -> None:
-        self.program, self.family = program, family
+        self.program, self.state = program, state
         self.static_tokens = static_tokens
         self.fallbacks: Counter[str] = Counter()
         self.bound = {index: weakref.ref(tensor) for index, tensor in bound}
         self.bound_ids = frozenset(id(tensor) for _, tensor in bound)
-        self.piecewise = TapeSet()
-        self.full: dict[Hashable, TapeSet] = {}
-        self.generation = 0  # rises when a tape that somebody remembers may be out of date
-        self._not_full = full_fault(program)
+        self.generation = 0  # rises when a replay that was handed out may be out of date
         self.addresses = BoundAddresses(program, [index for index, _ in bound])
-        self._inputs: StaticInputs | None = None
-        self._buffers = FlatBuffers()
-        self._size_verdicts: dict[tuple[int, ...], str | None] = {}
-        sizes = self.sizes
         self.invalid = frozenset(
             size
-            for size in sizes
+            for size in self.sizes
             if program.token and program.contract.size_violation(program.sizes_at(size))
         )
-        family.add(self)
+        self._not_full = FULL.unsupported(program)
+        self._piecewise, self._full, self._workspace = self._nothing_captured()
+        state.add(self)
+
+    def _nothing_captured(self) -> tuple[TapeSet, dict[Hashable, TapeSet], Workspace]:
+        state = self.state
+        workspace = Workspace.empty(self.program, state.pool, state.proofs, max(self.sizes))
+        return TapeSet(PIECEWISE), {}, workspace
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The buckets of this trace; one for a trace of fixed shapes."""
         if self.static_tokens is None:
-            return self.family.config.sizes
-        return (self.static_tokens,) if self.static_tokens <= self.family.config.max_tokens else (0,)
+            return self.state.config.sizes
+        return (self.static_tokens,) if self.static_tokens <= self.state.config.max_tokens else (0,)
 
     def __call__(self, *args: Any) -> list[Any]:
-        """Run one forward; `args` and the result are in the order of Dynamo's graph."""
-        if self.family.tracing:
-            raise TracedOnly
-        contract = self.program.contract
-        sizes = contract.read_sizes(args)
-        num_tokens = self._count(sizes)
-        different = contract.dim_violation(args, sizes)
-        violation = different or self._size_violation(sizes)
-        if violation is not None:
-            raise ShapeMiss(violation, sizes_differ=bool(different), num_tokens=num_tokens)
-        self.family.ran += 1
-        context = get_forward_context()
-        with self.family.pool.using() as nested:
-            tapes = self._tapes_for(context)
-            ready = tapes.ready.get(num_tokens)
+        """Run one forward; `args` and the result are in the order of Dynamo's graph.
+
+        Raises:
+            ShapeMiss: the trace is not valid for these shapes; nothing ran.
+        """
+        sizes = self.program.contract.admit(args)
+        num_tokens, context = self._count(sizes), get_forward_context()
+        with self.state.pool.using() as nested:
+            ready = self.tapes_for(context).ready.get(num_tokens)
             if nested:
                 return self._run_compiled(args, sizes, num_tokens, "nested_forward", context)
-            if ready is None or ready.stands_in(self.family) or capturing_elsewhere(self.program.device):
+            if ready is None or self._stands_in(ready) or capturing_elsewhere(self.program.device):
                 return self._decide_and_run(args, sizes, num_tokens, context)
-            return self._replay(ready, tapes, args, num_tokens, context)
+            return self._replay(ready, args, context)
 
-    def _tapes_for(self, context: ForwardContext) -> TapeSet:
+    @property
+    def blocked(self) -> str | None:
+        """See `Trace`."""
+        return self.program.blocked
+
+    def tapes_for(self, context: ForwardContext) -> TapeSet:
+        """The tapes of the mode and key that `context` asks for."""
         if not context.full_graph:
-            return self.piecewise
-        return self.full.setdefault(context.graph_key, TapeSet())
+            return self._piecewise
+        key = context.graph_key
+        return self._full.get(key) or self._full.setdefault(key, TapeSet(FULL, key))
 
-    def all_tapes(self) -> Iterator[tuple[str, TapeSet]]:
-        """(mode as people read it, its tapes)."""
-        yield "piecewise", self.piecewise
-        for key, tapes in self.full.items():
-            yield "full" if key is None else f"full {key!r}", tapes
-
-    def _size_violation(self, sizes: Sizes) -> str | None:
-        """The contract's verdict on sizes, looked up after the first time: evaluating a guard is slow."""
-        key = tuple(sizes.values())
-        if key not in self._size_verdicts:
-            self._size_verdicts[key] = self.program.contract.size_violation(sizes)
-        return self._size_verdicts[key]
+    def all_tapes(self) -> tuple[TapeSet, ...]:
+        return self._piecewise, *self._full.values()
 
     def decide(self, num_tokens: int, context: ForwardContext | None = None) -> Decision:
-        """What a call of `num_tokens` tokens would do now, under `context` (default: the active one)."""
+        """What a call of `num_tokens` tokens would do now, under `context` (default: the active one).
+
+        Nothing is planned, captured or run.
+        """
         if capturing_elsewhere(self.program.device):
             return Decision(Action.COMPILED, None, "captured_by_caller")
-        context, blocked = context or get_forward_context(), self.program.blocked
-        if blocked is None and self.family.config.cuda_graphs == "off":
-            blocked = "cuda_graphs_off"
-        verdicts = self.family.verdicts
+        context, program, state = context or get_forward_context(), self.program, self.state
+        off = "cuda_graphs_off" if state.config.cuda_graphs == "off" else None
+        piecewise = self._piecewise.captured(program, state.proofs, self.sizes)
+        asked = self.tapes_for(context) if context.full_graph else None
         given = Situation(
             self.sizes,
-            self.family.may_capture(),
-            self.piecewise.captured(unpaddable_sizes(self.program, verdicts, self.sizes)),
-            self._tapes_for(context).captured(exact_sizes(self.program, verdicts, self.sizes))
-            if context.full_graph
-            else None,
-            blocked,
+            state.may_capture(),
+            piecewise,
+            asked.captured(program, state.proofs, self.sizes) if asked is not None else None,
+            program.blocked or off,
             self._not_full,
             self.invalid,
-            refused(self.family) if blocked is None else (),
+            over_budget(state),
         )
         return decide(num_tokens, given)
 
-    def drop_graphs(self) -> None:
-        """Forget tapes and the buffers they read; the next calls capture again."""
-        self.piecewise = TapeSet()
-        self.full = {}
-        self._inputs = None
-        self.addresses.forget()
-        self._forget_bound()
-        self._buffers = FlatBuffers()
-
-    def buffer_bytes(self) -> int:
-        """Bytes of owned buffers outside of the graph pool."""
-        return self._buffers.bytes() + (self._inputs.bytes() if self._inputs else 0)
-
-    def count(self, args: Sequence[Any]) -> int:
-        """Tokens of a call with these arguments."""
-        return self._count(self.program.contract.read_sizes(args))
-
-    def _count(self, sizes: Sizes) -> int:
-        if self.program.token is not None:
-            return sizes[self.program.token]
-        return self.static_tokens or 0
-
-    def _decide_and_run(
-        self, args: Sequence[Any], sizes: Sizes, num_tokens: int, context: ForwardContext
-    ) -> list[Any]:
-        decision = self.decide(num_tokens, context)
-        if decision.action is Action.COMPILED:
-            assert decision.reason is not None
-            if decision.not_full:
-                counters.not_full(decision.not_full)
-            return self._run_compiled(args, sizes, num_tokens, decision.reason, context)
-        assert decision.bucket is not None
-        if decision.action is Action.CAPTURE:
-            return self._capture(args, num_tokens, decision, context)
-        ready = self._bind(decision, num_tokens, context)
-        return self._replay(ready, self._tapes_for(context), args, num_tokens, context)
-
-    def ready_for(self, num_tokens: int, context: ForwardContext) -> Ready | None:
-        """The tape that would serve such a call now, bound; None where none would."""
-        ready = self._tapes_for(context).ready.get(num_tokens)
+    def replay_for(self, num_tokens: int, context: ForwardContext) -> Replay | None:
+        """What would serve such a call now; None where no tape would."""
+        ready = self.tapes_for(context).ready.get(num_tokens)
         if ready is None:
             decision = self.decide(num_tokens, context)
             if decision.action is Action.REPLAY:
                 ready = self._bind(decision, num_tokens, context)
         return ready
 
-    def _bind(self, decision: Decision, num_tokens: int, context: ForwardContext) -> Ready:
+    def drop_graphs(self) -> None:
+        """Forget tapes and the buffers that they read; the next calls capture again."""
+        self._piecewise, self._full, self._workspace = self._nothing_captured()
+        self.addresses.forget()
+        self.generation += 1
+
+    def buffer_bytes(self) -> int:
+        """Bytes of owned buffers outside of the graph pool."""
+        return self._workspace.bytes()
+
+    def to_plan(self, number: int) -> TraceToPlan | None:
+        """See `Trace.to_plan`."""
+        served = [size for size in self.sizes if size not in self.invalid and size > 0]
+        if self.program.blocked is not None or not served:
+            return None
+        return TraceToPlan(number, self.program, self._weights, served, max(self.sizes), self.state.proofs)
+
+    def count(self, args: Sequence[Any]) -> int:
+        """Tokens of a call with these arguments."""
+        return self._count(self.program.contract.read_sizes(args))
+
+    def _count(self, sizes: Sizes) -> int:
+        return sizes[self.program.token] if self.program.token is not None else self.static_tokens or 0
+
+    def _weights(self) -> Sequence[Any]:
+        """A call's arguments with the weights in their places, and None for activations."""
+        return self.program.weights_alone({index: weight() for index, weight in self.bound.items()})
+
+    def _stands_in(self, ready: Replay) -> bool:
+        """It is piecewise only because no full graph was captured, and one may be captured now."""
+        return ready.not_full == "not_captured" and self.state.may_capture()
+
+    def _decide_and_run(
+        self, args: Sequence[Any], sizes: Sizes, num_tokens: int, context: ForwardContext
+    ) -> list[Any]:
+        decision = self.decide(num_tokens, context)
+        touches_budget = decision.action is Action.CAPTURE or decision.reason == "over_budget"
+        if touches_budget and plan_before_capture(self.state):
+            decision = self.decide(num_tokens, context)
+        if decision.action is Action.REPLAY:
+            return self._replay(self._bind(decision, num_tokens, context), args, context)
+        if decision.not_full is not None:
+            counters.add("not_full", reason=decision.not_full)
+        if decision.action is Action.CAPTURE:
+            return self._capture(args, num_tokens, decision, context)
+        assert decision.reason is not None
+        return self._run_compiled(args, sizes, num_tokens, decision.reason, context)
+
+    def _bind(self, decision: Decision, num_tokens: int, context: ForwardContext) -> Replay:
         assert decision.bucket is not None
-        asked = self._tapes_for(context)
-        entry = (asked if decision.full else self.piecewise).tapes[decision.bucket]
-        bound = entry.tape.bind(num_tokens)
-        ready = Ready(bound, entry.context, decision.bucket, decision.not_full)
-        asked.ready[num_tokens] = ready
+        asked, config = self.tapes_for(context), self.state.config
+        tapes = asked if decision.mode is asked.mode else self._piecewise
+        ready = asked.ready[num_tokens] = Replay(
+            tapes.buckets[decision.bucket],
+            num_tokens,
+            addresses=self.addresses,
+            pool=self.state.pool,
+            not_full=decision.not_full,
+            check_always=config.check == "always",
+        )
         return ready
 
-    def _forget_bound(self) -> None:
-        self.generation += 1
-        for _, tapes in self.all_tapes():
-            tapes.ready.clear()
+    def _replay(self, ready: Replay, args: Sequence[Any], context: ForwardContext) -> list[Any]:
+        config = self.state.config
+        outputs = ready.run(args, context, ready.bound.copy_in.fill, args if config.check != "off" else None)
+        return own_outputs(self.program, outputs, args, copy=config.outputs == "copy")
 
     def _run_compiled(
         self, args: Sequence[Any], sizes: Sizes, num_tokens: int, reason: str, context: ForwardContext
     ) -> list[Any]:
         args = in_layout(self.program, args, sizes)
-        if self.family.capturing is not False:  # pg.capture's tracing calls are nobody's forwards
-            counters.fallback(reason)
-            self.fallbacks[reason] += 1
+        if self.state.channel.purpose is not Purpose.WARM_UP:
+            self._count_fallback(reason)
         # Inside of the caller's own capture nothing may be proven: a proof waits for the device.
-        padded = None if reason == "captured_by_caller" else self._run_padded(args, num_tokens, context)
-        if padded is None:
-            return run_steps(self.program, args, sizes)
-        return live_rows(self.program, padded, args, num_tokens, self._static_inputs())
+        if reason != "captured_by_caller":
+            bucket = bucket_of(num_tokens, self.sizes, self.invalid)
+            if bucket is not None and self._pads(num_tokens, bucket, context):
+                padded = run_padded(self._workspace, args, num_tokens, bucket)
+                if padded is not None:
+                    return live_rows(self._workspace, padded, args, num_tokens)
+        return run_steps(self.program, args, sizes)
 
-    def _run_padded(self, args: Sequence[Any], num_tokens: int, context: ForwardContext) -> list[Any] | None:
-        """A forward on padded inputs, where the context asks for a full graph; None where that cannot be."""
-        valid = [size for size in self.sizes if size not in self.invalid]
-        bucket = padded_size(self.program, self.family.verdicts, valid, num_tokens)
-        if bucket is None or not context.full_graph:
-            return None
+    def _pads(self, num_tokens: int, bucket: int, context: ForwardContext) -> bool:
+        """An uncaptured forward runs on padded rows, because its batch describes them."""
+        cannot = self._not_full or self.program.blocked or num_tokens == 0
+        if cannot or not context.full_graph or not pads(self._workspace, num_tokens, bucket):
+            return False
         check_tokens(context, num_tokens)
-        try:
-            return run_padded(
-                self.program, args, num_tokens, bucket, self._static_inputs(), self.family.verdicts
-            )
-        except CannotPad:
-            return None
-
-    def _static_inputs(self) -> StaticInputs:
-        if self._inputs is None:
-            self._inputs = StaticInputs(self.program, max(self.sizes))
-        return self._inputs
-
-    def _replay(
-        self, ready: Ready, tapes: TapeSet, args: Sequence[Any], num_tokens: int, context: ForwardContext
-    ) -> list[Any]:
-        if self.family.config.check != "off":
-            self.addresses.check(args)
-        ready.check(context, num_tokens, always=self.family.config.check == "always")
-        bound = ready.bound
-        bound.copy_in.fill(args)
-        self.family.pool.run_off_default_stream(bound.calls)
-        counters.add("replays")
-        tapes.replays[num_tokens] += 1
-        if ready.not_full is not None:
-            counters.not_full(ready.not_full)
-        for reason, segments in bound.unpadded.items():
-            counters.unpadded(reason, segments)
-        return own_outputs(self.program, bound.outputs, args, copy=self.family.config.outputs == "copy")
+        return True
 
     def _capture(
         self, args: Sequence[Any], num_tokens: int, decision: Decision, context: ForwardContext
     ) -> list[Any]:
         """Answer the call uncaptured and record its bucket along the way."""
-        program, family, bucket = self.program, self.family, decision.bucket
+        program, state, bucket = self.program, self.state, decision.bucket
         assert bucket is not None
-        family.pool.join(program.device, self)
-        if family.config.check != "off":
+        state.pool.join(program.device, self)
+        if state.config.check != "off":
             self.addresses.check(args)
-        if decision.not_full:
-            counters.not_full(decision.not_full)
-        args = in_layout(self.program, args, program.sizes_at(num_tokens))
-        before, began = family.pool.bytes(), time.perf_counter()
-        with family.pool.session():
-            outputs, padded = self._rehearse(args, num_tokens, bucket, context)
-            fault = self._fault(bucket, decision.full)
-            if fault is not None and bucket != num_tokens:
-                counters.fallback(fault)
-                self.fallbacks[fault] += 1
-                return outputs
-            self._record(args, bucket, context if decision.full else None, padded, before, began)
-        return outputs
-
-    def _rehearse(
-        self, args: Sequence[Any], num_tokens: int, bucket: int, context: ForwardContext
-    ) -> tuple[list[Any], list[Any]]:
-        """One uncaptured forward: its outputs, and the padded ones where it ran at the bucket's size."""
-        program, verdicts, watch = self.program, self.family.verdicts, not self.piecewise.tapes
-        padded = self._run_padded(args, num_tokens, context)
-        if padded is not None:
-            return live_rows(program, padded, args, num_tokens, self._static_inputs()), padded
-        outputs = rehearse(program, args, num_tokens, bucket, verdicts, watch_ops=watch)
-        return outputs, outputs if num_tokens == bucket else []
-
-    def _fault(self, bucket: int, full: bool) -> str | None:
-        """Why `bucket` would serve its exact size only."""
-        find = exact_sizes if full else unpaddable_sizes
-        found = find(self.program, self.family.verdicts, [bucket]).get(bucket)
-        if found is None and not is_proven(self.program, self.family.verdicts, bucket):
-            return "padding_unproven"
-        return found
-
-    def _record(
-        self,
-        args: Sequence[Any],
-        bucket: int,
-        full: ForwardContext | None,
-        padded: Sequence[Any],
-        before: int,
-        began: float,
-    ) -> None:
-        """Record `bucket`; a failure costs this bucket, not the call."""
-        program, family, inputs = self.program, self.family, self._static_inputs()
-        tapes = self.piecewise if full is None else self._tapes_for(full)
-        planned = planned_bytes(self, bucket) if full is None else None
-        remembered = None
-        try:
-            if full is None:
-                tape = record(program, args, bucket, family.pool, inputs, self._buffers, family.verdicts)
-            else:
-                remembered = CapturedContext.of(full)
-                tape = record_full(program, args, bucket, family.pool, inputs, family.verdicts, padded)
-        except torch.OutOfMemoryError as error:
-            tapes.failed[bucket] = CaptureError.out_of_memory(bucket, str(error), planned)
-        except Exception as error:  # whatever it was: the call itself has its answer
-            tapes.failed[bucket] = f"{type(error).__name__}: {error}"
-        else:
-            seconds, graph_bytes = time.perf_counter() - began, family.pool.bytes() - before
-            tapes.tapes[bucket] = Tape(tape, seconds, graph_bytes, remembered, planned)
-            counters.add("captures", tape.graphs)
+        tapes = self.tapes_for(context) if decision.mode is FULL else self._piecewise
+        outcome = capture_bucket(
+            self._workspace,
+            tapes,
+            in_layout(program, args, program.sizes_at(num_tokens)),
+            num_tokens,
+            bucket,
+            context,
+            padded=self._pads(num_tokens, bucket, context),
+            watch_ops=not self._piecewise.buckets,
+            planned=planned_bytes(state, self, bucket) if decision.mode is PIECEWISE else None,
+        )
+        if outcome.reason is not None:
+            self._count_fallback(outcome.reason)
+        elif outcome.failure is not None:
+            tapes.failed[bucket] = outcome.failure
+            counters.add("failed_captures")
+        elif outcome.captured is not None:
+            tapes.buckets[bucket] = outcome.captured
+            counters.add("captures", outcome.captured.tape.graphs)
             counters.add("tapes")
             self.addresses.remember(args)
-            self._forget_bound()
-            return
-        counters.add("failed_captures")
+            self._forget_ready()
+        return outcome.outputs
+
+    def _forget_ready(self) -> None:
+        """Another tape may serve a token count better than the one that is bound to it."""
+        self.generation += 1
+        for tapes in self.all_tapes():
+            tapes.ready.clear()
+
+    def _count_fallback(self, reason: str) -> None:
+        counters.add("fallbacks", reason=reason)
+        self.fallbacks[reason] += 1

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from piecewise_graph.runtime.model_state import Family
-from piecewise_graph.runtime.signals import TracedOnly
+from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.telemetry import counters
 
 
-class WholeRuntime:
+class UnsplitRuntime:
     """Runs a trace that cannot be split, compiled as one, and counts why.
 
     Args:
@@ -23,20 +22,20 @@ class WholeRuntime:
     """
 
     def __init__(
-        self, run: Callable[..., Any], reason: str, family: Family, bound: Sequence[tuple[int, Tensor]]
+        self, run: Callable[..., Any], reason: str, state: ModelState, bound: Sequence[tuple[int, Tensor]]
     ) -> None:
-        self.run, self.reason, self.family = run, reason, family
+        self.run, self.blocked, self.state = run, reason, state
         self.fallbacks: Counter[str] = Counter()
         self.bound_ids = frozenset(id(tensor) for _, tensor in bound)
-        family.add(self)
+        state.add(self)
 
     def __call__(self, *args: Any) -> Any:
-        if self.family.tracing:
-            raise TracedOnly
-        self.family.ran += 1
-        counters.fallback(self.reason)
-        self.fallbacks[self.reason] += 1
+        counters.add("fallbacks", reason=self.blocked)
+        self.fallbacks[self.blocked] += 1
         return self.run(*args)
 
     def drop_graphs(self) -> None:
         """It has none."""
+
+    def to_plan(self, number: int) -> None:
+        """It is never captured."""

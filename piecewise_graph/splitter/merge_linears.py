@@ -1,14 +1,14 @@
 """Parallel linears become one: q/k/v or gate/up projections of the same input, with one merged weight.
 
-Note [What a merge leaves as it was]
-The merged linear runs where the first of its members stood, and each member becomes a copy of its columns:
-same shape, same strides, memory of its own. So nothing after it can tell the difference, whatever it does
-with strides or in place. Inductor folds the copy into what reads it. Members may only be drawn together where
-nothing between them writes, switches a mode or cuts the graph: linears of one region.
+The merged linear runs where the first of its members stood. Each member becomes a copy of its columns with
+the same shape, the same strides and memory of its own, so later nodes see no difference, even those that
+depend on strides or write in place. Inductor folds the copy into its reader. Only linears of one region are
+merged: between them no node writes, switches a mode or cuts the graph.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from piecewise_graph import _torch
 from piecewise_graph.sizes import TensorSpec
-from piecewise_graph.splitter.merged_weights import Immovable, Layout, Merge, joined, side_by_side
+from piecewise_graph.splitter.merged_weights import Layout, Merge, Stays, joined, side_by_side
 from piecewise_graph.splitter.source_names import MERGED_NAME, readable_source
 from piecewise_graph.splitter.splitting_ops import may_write, splitting_op_of
 from piecewise_graph.telemetry import counters
@@ -58,7 +58,7 @@ def merge_linears(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[Graph
     )
     counters.add("merged_linears", merge.linears)
     if merging.moved:
-        torch.cuda.empty_cache()  # the memory that the weights had is of sizes that nobody else asks for
+        torch.cuda.empty_cache()  # no later allocation has the sizes that the weights had
     return _rewritten(gm, merging.groups, layouts) if layouts else gm, merge
 
 
@@ -110,7 +110,7 @@ def linear_operands(node: Node) -> tuple[Any, Any, Any]:
 
 
 def _kind(operand: Any, weights: Mapping[Node, Tensor], dims: int) -> tuple[Any, ...] | None:
-    """What the parameters of a group have in common; None for what cannot be merged at all."""
+    """What the parameters of a group have in common; None for an operand that cannot be merged."""
     value = weights.get(operand)
     if value is None or value.dim() != dims or value.numel() == 0:
         return None
@@ -119,7 +119,7 @@ def _kind(operand: Any, weights: Mapping[Node, Tensor], dims: int) -> tuple[Any,
 
 
 class _Merging:
-    """Takes groups one by one, so that no more than one group's weights exist twice at a time."""
+    """Takes groups one by one, so that the weights of one group at most exist twice at a time."""
 
     def __init__(self, weights: Mapping[Node, Tensor]) -> None:
         self.weights = weights
@@ -129,11 +129,11 @@ class _Merging:
         self.moved = False
 
     def add(self, group: _Group) -> None:
-        """Merge the weights of a group, or count why not."""
+        """Merge the weights of a group, or count the reason against it."""
         reason = self._obstacle(group) or self._join(group)
         if reason is not None:
             self.apart[reason] += 1
-            counters.unmerged(reason)
+            counters.add("unmerged_groups", reason=reason)
             return
         self.groups.append(group)
         self.layout_of.update((node, nodes) for nodes in group.layouts for node in nodes)
@@ -151,12 +151,11 @@ class _Merging:
         return None if plain else "strided_output"
 
     def _join(self, group: _Group) -> str | None:
-        try:
-            for members in [[self.weights[node] for node in nodes] for nodes in group.layouts]:
-                self.moved |= members[0].is_cuda and side_by_side(members) is None
-                joined(members)
-        except Immovable as fault:
-            return fault.reason
+        for members in [[self.weights[node] for node in nodes] for nodes in group.layouts]:
+            self.moved |= members[0].is_cuda and side_by_side(members) is None
+            merged = joined(members)
+            if isinstance(merged, Stays):
+                return merged.reason
         return None
 
 
@@ -166,12 +165,12 @@ def _is_weight(node: Node, value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """A tensor that lies as one would that was just made with its shape."""
+    """A tensor with the strides of a newly allocated one."""
     if not isinstance(value, Tensor):
         return False
     spec = TensorSpec.of(value)
-    steps = list(accumulate(reversed(spec.shape[1:]), lambda a, b: a * b, initial=1))
-    return list(spec.stride) == steps[::-1]
+    steps = accumulate(reversed(spec.shape[1:]), operator.mul, initial=1)
+    return spec.stride == tuple(steps)[::-1]
 
 
 def _layout(nodes: _Nodes, weights: Mapping[Node, Tensor], arguments: Sequence[Node]) -> Layout:
@@ -190,7 +189,7 @@ def _module_name(node: Node) -> str:
 
 
 def _rewritten(gm: GraphModule, groups: Sequence[_Group], layouts: Sequence[_Nodes]) -> GraphModule:
-    """A copy of the graph with merged linears, whose nodes keep what Dynamo knows about them."""
+    """A copy of the graph with merged linears; its nodes keep what Dynamo knows about them."""
     graph, copies, mode = Graph(), dict[Node, Node](), _torch.fake_mode_of(gm)
     output = graph.output(graph.graph_copy(gm.graph, copies))
     output.meta = dict(next(iter(reversed(gm.graph.nodes))).meta)
@@ -216,7 +215,7 @@ def _placeholders(graph: Graph, layouts: Sequence[_Nodes]) -> Iterator[Node]:
 
 
 def _merge(graph: Graph, group: _Group, members: Sequence[Node], merged: Mapping[_Nodes, Node]) -> None:
-    """Replace `members`, the linears of `group`, by one (Note [What a merge leaves as it was])."""
+    """Replace `members`, the linears of `group`, by one and copies of its columns."""
     first = members[0]
     value, rows = _torch.example_value(first), [len(_torch.example_value(node)) for node in group.weights]
     with graph.inserting_before(first):
@@ -234,17 +233,17 @@ def _merge(graph: Graph, group: _Group, members: Sequence[Node], merged: Mapping
 
 
 def drop_copies(graph: Graph) -> None:
-    """Leave out the copies of a merged linear's parts that lie in one piece anyway, as those of one row do.
+    """Leave out the copies of a merged linear's parts that are contiguous anyway, as those of one row are.
 
-    Only where all that becomes of the result are such parts, apart from one another: then nobody can tell.
+    Only where the parts are all that is read of the result, and do not overlap.
     """
     for linear in [node for node in graph.nodes if node.target is torch.nn.functional.linear]:
         parts = list(linear.users)
         copies = [user for part in parts for user in part.users]
         if not parts or not all(map(_is_part, parts)) or any(len(part.users) != 1 for part in parts):
             continue
-        in_one_piece = all(_torch.example_value(part).is_contiguous() for part in parts)
-        if in_one_piece and _apart(parts) and all(copy.target is torch.clone for copy in copies):
+        contiguous = all(_torch.example_value(part).is_contiguous() for part in parts)
+        if contiguous and _disjoint(parts) and all(copy.target is torch.clone for copy in copies):
             for part, copy in zip(parts, copies, strict=True):
                 copy.replace_all_uses_with(part)
                 graph.erase_node(copy)
@@ -254,7 +253,7 @@ def _is_part(node: Node) -> bool:
     return node.target is torch.narrow and len(node.args) == 4 and bool(node.args[1] == -1)
 
 
-def _apart(parts: Sequence[Node]) -> bool:
+def _disjoint(parts: Sequence[Node]) -> bool:
     """These `narrow(x, -1, start, length)` do not overlap."""
     ranges: Any = sorted([list(part.args[2:]) for part in parts])
     return all(bool(start + length <= after) for (start, length), (after, _) in pairwise(ranges))

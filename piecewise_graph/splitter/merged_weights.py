@@ -1,19 +1,20 @@
 """Parameters side by side: several weights as one tensor, each of them a view of its rows.
 
 Note [Who may be moved]
-A merge gives a parameter new memory, so whoever else holds the old memory (a state_dict that somebody keeps,
-a tied weight, graphs of another compiled model) would no longer see its updates. So a parameter is moved only
-if nobody else does: its storage is as large as it is, and has no other holder. Storages that were merged
-before are held by the parameters that lie in them and by the tensors over them that captured graphs hold
-(`_over`); these are known. Parameters that do not overlap are harmless. Graphs are where they hold this very
-layout: then one of its weights was replaced, as its user knows. They are not where they hold another one
-(weights that two models share), whose user knows nothing. What cannot be told is an address without a holder,
-such as a CUDA graph that somebody else captured.
+A merge gives a parameter new memory. Another holder of the old memory (a kept state_dict, a tied weight,
+graphs of another compiled model) would no longer see its updates. So a parameter is moved only if it has no
+other holder: its storage is as large as the parameter, and nothing else holds it.
 
-Note [Nothing is kept here]
-Merged tensors are found again from where the parameters lie, in every call that is no replay, and nothing
-but the parameters and captured graphs keeps their memory. So a weight that was written in place is seen, one
-that was replaced is noticed, and a model that is deleted or moved to another device takes its memory along.
+The holders of a storage that was merged before are known: the parameters that lie in it, and the tensors over
+it that captured graphs hold (`_over`). Parameters that do not overlap are harmless. Graphs that captured this
+same layout may be broken by the move: the user has just replaced one of its weights and expects it. Graphs
+that captured a different layout (weights shared by two models) must not be, so the weight stays. An address
+without a holder cannot be seen, for example in a CUDA graph that other code captured.
+
+The module keeps no merged tensor. In every call that is no replay, merged tensors are found again from the
+addresses of the parameters; only parameters and captured graphs hold their memory. So a weight that was
+written in place is seen, a replaced one is noticed, and a model that is deleted or moved takes its memory
+along.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,15 +65,14 @@ class Merge:
     apart: Mapping[str, int] = field(default_factory=dict)
 
 
-class Immovable(Exception):
-    """A parameter must stay where it is: which, and a reason to count. Never reaches a user."""
+class Stays(NamedTuple):
+    """The member of a layout that must stay where it is, and the reason, which is counted."""
 
-    def __init__(self, member: int, reason: str) -> None:
-        super().__init__(reason)
-        self.member, self.reason = member, reason
+    member: int
+    reason: str
 
 
-# Parameters that lie in merged storages, by id; and the tensor over all rows of one, while somebody uses it.
+# Parameters that lie in merged storages, by id; and the tensor over all rows of one, while it is in use.
 _placed: dict[int, weakref.ref[Tensor]] = {}
 _over: weakref.WeakValueDictionary[tuple[Any, ...], Tensor] = weakref.WeakValueDictionary()
 
@@ -80,7 +80,7 @@ _over: weakref.WeakValueDictionary[tuple[Any, ...], Tensor] = weakref.WeakValueD
 def with_merged(args: Sequence[Any], layouts: Sequence[Layout]) -> Sequence[Any]:
     """A call's arguments, followed by the merged tensors that its weights make up.
 
-    Weights that were replaced since the last call are laid side by side anew.
+    Weights that were replaced since the last call are laid side by side again.
 
     Raises:
         MergedWeightsError: that cannot be, or a weight is of another kind than the trace was compiled for.
@@ -94,26 +94,26 @@ def _merged(args: Sequence[Any], layout: Layout) -> Tensor:
         found, expected = (tuple(member.shape), member.dtype), (shape, layout.dtype)
         if found != expected or member.device != members[0].device:
             raise MergedWeightsError.changed(name, (*found, member.device), (*expected, members[0].device))
-    try:
-        return joined(members)
-    except Immovable as fault:
-        raise MergedWeightsError.stays(layout.names[fault.member], fault.reason) from None
+    merged = joined(members)
+    if isinstance(merged, Stays):
+        raise MergedWeightsError.stays(layout.names[merged.member], merged.reason)
+    return merged
 
 
-def joined(members: Sequence[Tensor]) -> Tensor:
+def joined(members: Sequence[Tensor]) -> Tensor | Stays:
     """The tensor whose rows are those of `members`, in their order; they are moved there if need be.
 
-    Raises:
-        Immovable: one of them must stay where it is, or the memory does not suffice. Nothing has changed.
+    Where one of them must stay, or memory does not suffice, nothing changes.
     """
     merged = side_by_side(members)
-    if merged is None:
-        for index, member in enumerate(members):
-            if reason := _immovable(member, members[:index], members):
-                raise Immovable(index, reason)
-        with torch.inference_mode(False), torch.no_grad():
-            merged = _lay(members)
-    return merged
+    if merged is not None:
+        return merged
+    for index, member in enumerate(members):
+        reason = _reason_to_stay(member, members[:index], members)
+        if reason is not None:
+            return Stays(index, reason)
+    with torch.inference_mode(False), torch.no_grad():
+        return _lay(members)
 
 
 def side_by_side(members: Sequence[Tensor]) -> Tensor | None:
@@ -130,23 +130,23 @@ def side_by_side(members: Sequence[Tensor]) -> Tensor | None:
     key = (storage, first.data_ptr(), shape, first.dtype)
     merged = _over.get(key)
     if merged is None:
-        with torch.inference_mode(False), torch.no_grad():  # set_ makes no view of a parameter, whose
-            empty = _allocate((0,), first)  # holders could not be counted
+        with torch.inference_mode(False), torch.no_grad():
+            empty = _allocate((0,), first)  # set_, because the holders of a view could not be counted
             merged = empty.set_(first.untyped_storage(), first.storage_offset(), shape, stride)
         _know(members, merged)
     return merged
 
 
-def _lay(members: Sequence[Tensor]) -> Tensor:
+def _lay(members: Sequence[Tensor]) -> Tensor | Stays:
     """Copy `members` into one new tensor and let each be a view of it."""
     try:
         merged = _allocate(_shape(members), members[0])
-    except (RuntimeError, MemoryError) as error:  # the CPU's allocator has no error of its own
-        raise Immovable(0, "no_room") from error
+    except (RuntimeError, MemoryError):  # the CPU's allocator has no error of its own
+        return Stays(0, "no_room")
     rows = merged.split([len(member) for member in members])
     for member, part in zip(members, rows, strict=True):
         part.copy_(member)
-    if merged.is_cuda:  # other streams may still read the old memory, and may read the new from now on
+    if merged.is_cuda:  # other streams may still read the old memory, and will read the new
         torch.cuda.synchronize(merged.device)
     for member, part in zip(members, rows, strict=True):
         member.data = part
@@ -172,11 +172,11 @@ def _forget(number: int, _: weakref.ref[Tensor]) -> None:
     _placed.pop(number, None)
 
 
-def _immovable(member: Tensor, before: Sequence[Tensor], members: Sequence[Tensor]) -> str | None:
-    """Why a parameter must stay where it is (Note [Who may be moved]).
+def _reason_to_stay(member: Tensor, before: Sequence[Tensor], members: Sequence[Tensor]) -> str | None:
+    """The reason why a parameter must stay where it is (Note [Who may be moved]).
 
     Args:
-        before: those of the layout's `members` whose rows come first.
+        before: the members whose rows come first in the layout.
     """
     if member.is_inference():
         return "inference_tensor"

@@ -1,20 +1,20 @@
 """FX graph -> SplitGraph: cut a Dynamo graph at its splitting ops, in program order.
 
-Note [Cutting before functionalization]
-The cut is made in Dynamo's graph, not after AOTAutograd. A splitting op is still one node there, with
-its real arguments; after functionalization an op that writes its arguments becomes a functional twin
-whose outputs have to be threaded back by hand. In-place ops, views and modes are still in the graph
-in exchange; `compiler/facts.py` looks at what each segment really does.
+The cut is made in Dynamo's graph, before AOTAutograd functionalizes it. There a splitting op is still one
+node with its real arguments; afterwards an op that writes its arguments is a functional one, and its outputs
+would have to be threaded back by hand. In return the graph still has in-place ops, views and modes;
+`compiler/facts.py` finds out what each segment does.
 
-Note [Sizes enter, and never leave, a segment]
-`x.size()`, `x.shape[0] // 2` and the like are nodes too. A torch.Size that leaves a segment breaks
-AOTAutograd, and an integer needs no segment to be known. So no integer is computed inside a segment:
-each one that it uses is an argument, made from its symbolic expression by whoever calls it.
+Sizes enter a segment and never leave it. `x.size()`, `x.shape[0] // 2` and the like are nodes too, a
+torch.Size that leaves a segment breaks AOTAutograd, and an integer needs no segment to be known. So no
+segment computes an integer: each one that it uses is an argument, which the caller evaluates from its
+symbolic expression.
 """
 
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ from piecewise_graph.splitter.splitting_ops import leaked_op, may_write, op_over
 
 
 class Unsplittable(Exception):
-    """The graph cannot be cut; carries the fallback reason. Never reaches a user."""
+    """The graph cannot be cut, for a fallback reason. `build_program` catches it; no user sees it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -78,8 +78,9 @@ def _group_nodes(gm: GraphModule) -> tuple[list[_Group], dict[Node, _Group]]:
         if node.op == "call_function" and node.target in dropped:
             continue
         is_ops = splitting_op_of(node) is not None
-        if _is_element(node):
-            group = home[_owner(node)]  # an element stays with the tuple that holds it
+        owner, _ = _element(node)
+        if owner is not None:
+            group = home[owner]  # an element stays with the tuple that holds it
         elif groups and groups[-1].is_ops == is_ops:
             group = groups[-1]
         else:
@@ -95,25 +96,12 @@ def _is_scalar(node: Node) -> bool:
     return is_scalar(_torch.example_value(node))
 
 
-def _is_element(node: Node) -> bool:
-    """`t[i]` of a node that returned a tuple of tensors."""
-    return (
-        node.target is operator.getitem
-        and isinstance(node.args[0], Node)
-        and isinstance(_torch.example_value(node.args[0]), (tuple, list))
-    )
-
-
-def _owner(element: Node) -> Node:
-    owner = element.args[0]
-    assert isinstance(owner, Node)
-    return owner
-
-
-def _index(element: Node) -> int:
-    index = element.args[1]
-    assert isinstance(index, int)
-    return index
+def _element(node: Node) -> tuple[Any, Any]:
+    """(t, i) of a node `t[i]` where the node t returned a tuple of tensors; Nones of any other node."""
+    owner = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(owner, Node) or not isinstance(_torch.example_value(owner), (tuple, list)):
+        return None, None
+    return owner, node.args[1]
 
 
 def _refuse_hidden_ops(gm: GraphModule) -> None:
@@ -166,40 +154,35 @@ class _Lowering:
         )
 
     def _add_input(self, node: Node) -> None:
-        value = _torch.example_value(node)
-        constant = None
+        value, constant = _torch.example_value(node), None
         if node.op == "get_attr":
             constant = _attribute(self.gm, str(node.target))
             if not isinstance(constant, Tensor):
                 return  # the body of a higher-order op: copied into the segment that calls it
             value = constant if value is None else value
-        name, of_module = _torch.placeholder_source(node)
-        merged = MERGED_NAME in node.meta
-        spec = TensorSpec.of(value) if isinstance(value, Tensor) else None
-        symbol = None
-        if isinstance(value, torch.SymInt) and _torch.expression(value).is_Symbol:
-            symbol = _torch.expression(value)
-            self.symbols.add(symbol)
+        source, of_module = _torch.placeholder_source(node)
+        name, merged = node.meta.get(MERGED_NAME) or readable_source(source), MERGED_NAME in node.meta
         bound = of_module or merged or constant is not None or isinstance(value, torch.nn.Parameter)
-        if spec is not None:
-            self.symbols.update(*(size.free_symbols for size in spec.shape))
-        self.slots[node] = len(self.inputs)
-        name = node.meta.get(MERGED_NAME) or readable_source(name)
+        size = _torch.expression(value) if isinstance(value, torch.SymInt) else None
+        symbol = size if size is not None and size.is_Symbol else None
+        spec = self.specs[self._add_slot(node, value)]
+        self.symbols.update([symbol] if symbol is not None else ())
+        self.symbols.update(*(size.free_symbols for size in (spec.shape if spec is not None else ())))
         self.inputs.append(Input(name, spec, bound, constant, symbol, merged))
-        self._add_spec(value if isinstance(value, Tensor) else None)
 
     def _new_slot(self, node: Node) -> int:
         value = _torch.example_value(node)
         if not isinstance(value, Tensor):
             several = isinstance(value, (tuple, list))
             raise Unsplittable("a_tuple_crosses_a_cut" if several else "an_effect_crosses_a_cut")
-        self.slots[node] = len(self.specs)
-        self._add_spec(value)
-        return self.slots[node]
+        return self._add_slot(node, value)
 
-    def _add_spec(self, value: Tensor | None) -> None:
-        self.specs.append(None if value is None else TensorSpec.of(value))
-        self.storages.append(None if value is None else _torch.storage_id(value))
+    def _add_slot(self, node: Node, value: Any) -> int:
+        is_tensor = isinstance(value, Tensor)
+        self.slots[node] = len(self.specs)
+        self.specs.append(TensorSpec.of(value) if is_tensor else None)
+        self.storages.append(_torch.storage_id(value) if is_tensor else None)
+        return self.slots[node]
 
     def _value(self, node: Node) -> Any:
         """What stands for `node` outside of the group that made it."""
@@ -222,21 +205,17 @@ class _Lowering:
         )
 
     def _op_step(self, group: _Group) -> OpStep:
-        elements: dict[Node, list[Node]] = {}
-        for node in group.nodes:
-            if _is_element(node):
-                elements.setdefault(_owner(node), []).append(node)
-        calls = [node for node in group.nodes if not _is_element(node)]
-        return OpStep(tuple(self._op_call(node, elements.get(node, [])) for node in calls))
+        return OpStep(tuple(self._op_call(node, group) for node in group.nodes if _element(node)[0] is None))
 
-    def _op_call(self, node: Node, elements: list[Node]) -> OpCall:
+    def _op_call(self, node: Node, group: _Group) -> OpCall:
         args, kwargs = map_arg(node.args, self._value), map_arg(dict(node.kwargs), self._value)
+        elements = [(_element(other)[1], other) for other in group.nodes if _element(other)[0] is node]
         outputs: tuple[tuple[int | None, int], ...] = ()
         if elements:
-            outputs = tuple((_index(element), self._new_slot(element)) for element in elements)
+            outputs = tuple((index, self._new_slot(element)) for index, element in elements)
         elif isinstance(_torch.example_value(node), Tensor):
             outputs = ((None, self._new_slot(node)),)
-        elif any(not _is_element(user) for user in node.users):
+        elif any(_element(user)[0] is None for user in node.users):
             raise Unsplittable("a_tuple_crosses_a_cut")
         op = splitting_op_of(node)
         assert op is not None and callable(node.target)
@@ -247,24 +226,20 @@ class _Lowering:
 
     def _segment_step(self, group: _Group, position: int) -> SegmentStep | None:
         inside = set(group.nodes)
-        leaving = [n for n in group.nodes if any(self._is_outside(user, inside) for user in n.users)]
-        writes = any(may_write(node) for node in group.nodes)
-        if not leaving and not writes:
+        leaving = [n for n in group.nodes if any(u not in inside and not _is_scalar(u) for u in n.users)]
+        if not leaving and not any(map(may_write, group.nodes)):
             return None
         builder = _SegmentBuilder(self, group)
         gm = builder.build(leaving)
         return SegmentStep(position, gm, tuple(builder.inputs), tuple(self._new_slot(n) for n in leaving))
 
-    def _is_outside(self, user: Node, inside: set[Node]) -> bool:
-        return user not in inside and not _is_scalar(user)
-
 
 class _SegmentBuilder:
     """Copies a group's nodes into a graph of its own, with names that equal layers share.
 
-    Node names are left to FX and placeholders are numbered, so that equal layers print the same graph
-    and Inductor's on-disk cache finds them too. Nodes keep the values that Dynamo saw: AOTAutograd stores
-    and finds a graph only if it can tell that methods are those of tensors.
+    FX names the nodes and placeholders are numbered. So equal layers print the same graph, and Inductor's
+    on-disk cache finds them too. Nodes keep the values that Dynamo saw: AOTAutograd caches a graph only if it
+    can tell that its methods are those of tensors.
     """
 
     def __init__(self, lowering: _Lowering, group: _Group) -> None:
@@ -315,9 +290,7 @@ class _SegmentBuilder:
     def _placeholder(self, name: str) -> Node:
         """Placeholders stand first in a graph, in the order in which they were made."""
         body = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
-        if body is None:
-            return self.graph.placeholder(name)
-        with self.graph.inserting_before(body):
+        with self.graph.inserting_before(body) if body is not None else nullcontext():
             return self.graph.placeholder(name)
 
     def _copy_attribute(self, node: Node) -> Node:

@@ -1,9 +1,10 @@
-"""What splitting produces: steps over numbered values. Plain data, made once, never changed."""
+"""What splitting produces: steps over numbered values. Plain data that does not change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -38,7 +39,7 @@ class Input:
         bound: read at a fixed address (weights, buffers, constants) rather than copied in.
         constant: the tensor itself, where the graph and not the caller holds it.
         symbol: the size symbol of an integer argument.
-        merged: several arguments as one tensor (merged_weights.py); it follows the trace's own arguments.
+        merged: a tensor made up of several arguments (merged_weights.py); follows the trace's own arguments.
     """
 
     name: str
@@ -111,6 +112,18 @@ class SplitGraph:
     def op_calls(self) -> tuple[OpCall, ...]:
         return tuple(call for step in self.steps if isinstance(step, OpStep) for call in step.calls)
 
+    @cached_property
+    def activations(self) -> tuple[tuple[int, TensorSpec], ...]:
+        """(index, layout) of the tensors that a call passes and replays copy."""
+        given = enumerate(self.inputs)
+        return tuple((index, x.spec) for index, x in given if x.spec is not None and not x.bound)
+
+    def spec(self, slot: int) -> TensorSpec:
+        """Layout of the tensor in `slot`, as a `Ref` names it."""
+        spec = self.specs[slot]
+        assert spec is not None
+        return spec
+
     def arguments_sharing_storage(self, slots: Iterable[int]) -> list[Input]:
         """The arguments that lie, wholly or as a view, in the storages of `slots`."""
         written = {self.storages[slot] for slot in slots}
@@ -118,7 +131,7 @@ class SplitGraph:
         return [self.inputs[index] for index in tensors if self.storages[index] in written]
 
     def slots_outside_segments(self) -> list[int]:
-        """Tensors that splitting ops or the caller see (a caller's own argument, handed back, apart)."""
+        """Tensors that splitting ops or the caller see, but not arguments that are handed back."""
         handed_back = (slot for slot in references(self.outputs) if slot >= len(self.inputs))
         calls = (slot for call in self.op_calls for slot in references((call.args, call.kwargs)))
         return [*handed_back, *calls, *(slot for call in self.op_calls for _, slot in call.outputs)]

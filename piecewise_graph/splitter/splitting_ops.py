@@ -5,7 +5,7 @@ tensors narrowed to the real token count. Two kinds work:
 
 * out-style, `ns::op(..., Tensor(a!) out) -> ()`: the segment before allocates `out`; nothing is copied.
 * functional, `ns::op(...) -> Tensor`: the runtime copies the result into a buffer of its own, so that
-  ops of other people work unchanged. `F.scaled_dot_product_attention` is registered like this.
+  third-party ops work unchanged. `F.scaled_dot_product_attention` is registered like this.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class SplittingOp:
         padded: the op wants the bucket's full size and handles padded rows itself.
         capturable: it may also be captured, where a forward context allows it (implies `padded`).
         bind: the op's arguments and `num_tokens=` -> a call of no arguments that does the same, made once
-            per bucket and token count; it saves the dispatcher and whatever depends on the arguments alone.
+            per bucket and token count; it saves the dispatcher and all work that depends on the arguments
+            alone.
     """
 
     name: str
@@ -97,7 +98,7 @@ def _op_name(target: Any) -> str | None:
         return target._qualified_op_name
     try:
         return _builtins.get(target)
-    except TypeError:  # an unhashable callable is nobody's builtin
+    except TypeError:  # an unhashable callable is no builtin
         return None
 
 
@@ -129,7 +130,7 @@ def bind_arguments(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 # --- what stays inside a segment ------------------------------------------------------------------
 
-# Names of ops and arguments that betray an attention call which nobody registered.
+# Names of ops and arguments that suggest an attention call that was not registered.
 _ATTENTION = re.compile(r"flash_attn|flashinfer|attention|\bmha_", re.IGNORECASE)
 _ATTENTION_ARGUMENTS = frozenset({"block_table", "block_tables", "cu_seqlens", "cu_seqlens_q", "kv_indices"})
 _OWN_NAMESPACES = frozenset({"aten", "prims", "prim", "inductor"})
@@ -143,7 +144,7 @@ _WRITING_SWITCHES = ("inplace", "max_norm", "training")
 
 
 def may_write(node: Node) -> bool:
-    """In-place calls have to run although nobody reads what they return."""
+    """An in-place call, which must run even if its result is not read."""
     if node.op == "call_method":
         return str(node.target).endswith("_")
     overload = op_overload(node.target)
@@ -155,12 +156,12 @@ def may_write(node: Node) -> bool:
 
 
 def _is_in_place(node: Node) -> bool:
-    """`F.relu(x, inplace=True)`, `F.embedding(..., max_norm=1.0)`: functions that write when told to."""
+    """`F.relu(x, inplace=True)`, `F.embedding(..., max_norm=1.0)`: functions that a switch makes write."""
     if not callable(node.target):
         return False
     try:
         given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
-    except (TypeError, ValueError):  # of builtins nothing is known but the keywords
+    except (TypeError, ValueError):  # a builtin has no signature; its keywords are known
         given = dict(node.kwargs)
     return any(given.get(switch) not in (None, False) for switch in _WRITING_SWITCHES)
 

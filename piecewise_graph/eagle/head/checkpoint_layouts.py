@@ -1,4 +1,4 @@
-"""Three layouts of draft heads, read into one: names of tensors, and config.json to DraftConfig.
+"""Three layouts of draft heads, read into one: tensor names, and config.json to DraftConfig.
 
 Note [Layouts]
 *Original*, by SafeAILab's EAGLE, and *SGLang*, by SpecForge and NVIDIA's Model Optimizer: the head's own
@@ -18,9 +18,8 @@ Note [Feature layers]
 Without the field both take the inputs of layers 2, n // 2 and n - 3, which SpecForge writes as 1, n // 2 - 1,
 n - 4. Ours are inputs. All stacks collect features on the way up, so their order is that of the layers.
 
-Note [What the tensors say]
-Biases of q, k, v, o and of the MLP, and Qwen3's norms of q and k, are taken from the tensors that are there:
-config.json is often a copy of the target's in that. What one layer has all must have.
+Biases of q, k, v, o and of the MLP, and Qwen3's norms of q and k, exist if their tensors do: config.json is
+often copied from the target in these fields. If one layer has them, all layers must.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import EagleError
-from .draft_config import DraftConfig, Kind, default_feature_layers
+from .draft_config import EAGLE3_FLAGS, DraftConfig, Kind, default_feature_layers, llama_fields
 
 Names = tuple[tuple[str, str], ...]  # prefix in the checkpoint, prefix of ours
 
@@ -44,20 +43,19 @@ SPECULATORS_EAGLE: Names = (
     ("pre_lm_head_layernorm.", "norm."),
 )
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Other families give other defaults to what config.json leaves out; layers of all these are Llama's here.
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def names_of(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Names:
-    """How this checkpoint's names differ from ours."""
+    """Prefixes by which this checkpoint's names differ from ours."""
     if raw.get("speculators_model_type") == "eagle":
         return SPECULATORS_EAGLE
     return MIDLAYER if any("midlayer." in name for name in tensors) else ()
 
 
 def to_ours(name: str, names: Names) -> str | None:
-    """Our name of a checkpoint's tensor; None = it is of no use."""
+    """Our name of a checkpoint's tensor; None = it is not used."""
     name = name.removeprefix("model.")
     if name == "t2d" or name.endswith("rotary_emb.inv_freq"):
         return None
@@ -85,7 +83,11 @@ def draft_config(
     layer = raw.get("transformer_layer_config", raw)
     kind = _kind(folder, raw, names, tensors)
     shape = _parsed(folder, layer)
-    fields = _llama_fields(folder, layer, shape) | _optional_parts(tensors)
+    fields = llama_fields(shape) | _optional_parts(tensors)
+    # Not shape.num_hidden_layers: its default is that of a whole Llama, a head has one layer by default.
+    fields["num_layers"] = layer.get("num_hidden_layers") or 1
+    fields["rope_parameters"] = dict(shape.rope_parameters)
+    fields["sliding_window"] = _sliding_window(folder, shape)
     fields["target_hidden_size"] = raw.get("target_hidden_size") or shape.hidden_size
     for what, head, own in (
         ("a hidden size of", fields["target_hidden_size"], target.hidden_size),
@@ -112,7 +114,7 @@ def _kind(folder: Path, raw: Mapping[str, Any], names: Names, tensors: Mapping[s
     speculators = raw.get("speculators_model_type")
     if speculators not in (None, "eagle", "eagle3"):
         raise EagleError.unsupported_head(folder, f"speculators_model_type {speculators!r}")
-    # What only EAGLE-3 has, whatever config.json calls the architecture.
+    # Tensors that only EAGLE-3 has decide, and not the architecture in config.json.
     marked = names == MIDLAYER or "layers.0.hidden_norm.weight" in tensors
     return "eagle3" if speculators == "eagle3" or marked else "eagle1"
 
@@ -131,32 +133,12 @@ def _parsed(folder: Path, layer: Any) -> Any:
     config_class = CONFIG_MAPPING[family if family in _FAMILIES else "llama"]
     try:
         return config_class.from_dict(deepcopy(dict(layer)))
-    except Exception as error:  # what transformers raises for a bad value has no class in common
+    except Exception as error:  # transformers raises many unrelated classes for bad values
         raise EagleError.bad_checkpoint_config(folder, " ".join(str(error).split()).rstrip(".")) from error
 
 
-def _llama_fields(folder: Path, layer: Mapping[str, Any], shape: Any) -> dict[str, Any]:
-    heads = shape.num_attention_heads
-    return {
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": shape.num_key_value_heads or heads,
-        "head_dim": getattr(shape, "head_dim", None) or shape.hidden_size // heads,
-        # Not shape's: a head that does not say has one layer, and not as many as a whole Llama.
-        "num_layers": layer.get("num_hidden_layers") or 1,
-        "vocab_size": shape.vocab_size,
-        "draft_vocab_size": shape.vocab_size,
-        "rope_parameters": dict(shape.rope_parameters),
-        "max_position_embeddings": shape.max_position_embeddings,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "hidden_act": shape.hidden_act,
-        "sliding_window": _sliding_window(folder, shape),
-    }
-
-
 def _sliding_window(folder: Path, shape: Any) -> int | None:
-    """The window, if `layer_types` says that the layers have one; a left-over number alone says nothing."""
+    """The window, if `layer_types` says that the layers have one; `sliding_window` alone does not count."""
     default = ["sliding_attention"] if shape.model_type == "mistral" else []
     types = set(getattr(shape, "layer_types", None) or default)
     if "sliding_attention" not in types:
@@ -182,7 +164,7 @@ def _eagle3_fields(folder: Path, raw: Mapping[str, Any], layers: int) -> dict[st
         raise EagleError.bad_checkpoint_config(folder, "eagle_config is not an object")
     if eagle.get("use_aux_hidden_state") is False:
         raise EagleError.unsupported_head(folder, "EAGLE-3 on the last hidden state (use_aux_hidden_state)")
-    defaults = dict.fromkeys(_FLAGS, False)
+    defaults = dict.fromkeys(EAGLE3_FLAGS, False)
     defaults["norm_before_residual"] = "speculators_model_type" in raw
     fields: dict[str, Any] = {}
     for name, default in defaults.items():
@@ -206,5 +188,5 @@ def _feature_layers(
         raise EagleError.bad_checkpoint_config(folder, f"{field} is {ids!r}, not a list of layers")
     for i in ids:
         if not 0 <= i + shift < layers:
-            raise EagleError.wrong_feature_layer(folder, field, i, layers, shift)
+            raise EagleError.wrong_feature_layer(folder, field, i, layers, -shift, layers - 1 - shift)
     return tuple(sorted({i + shift for i in ids}))

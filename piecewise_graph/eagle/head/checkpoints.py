@@ -14,7 +14,7 @@ from ..errors import EagleError
 from .checkpoint_files import read_json, read_tensors
 from .checkpoint_layouts import AUX_LAYERS, MIDLAYER, Names, draft_config, names_of, to_ours, to_theirs
 from .draft import DraftModel
-from .draft_config import DraftConfig
+from .draft_config import EAGLE3_FLAGS, LLAMA_FIELDS, DraftConfig
 
 
 def load_draft(
@@ -28,8 +28,8 @@ def load_draft(
 
     Reads config.json with model.safetensors, shards and their index, or pytorch_model.bin, as EAGLE, SGLang
     (SpecForge, Model Optimizer) and vLLM's speculators write them; Notes [Layouts] and [Feature layers] in
-    `checkpoint_layouts.py` say how they differ. The target's embedding is shared where the head has none, and
-    its lm_head by EAGLE-1 always, by EAGLE-3 where it has none.
+    `checkpoint_layouts.py` say how they differ. A head without an embedding shares the target's. EAGLE-1
+    always shares the target's lm_head, EAGLE-3 only if it has none.
 
     Args:
         target_model: a causal LM of transformers, with embedding and lm_head.
@@ -48,14 +48,12 @@ def load_draft(
     config = draft_config(folder, raw, names, tensors, target_model.config.get_text_config())  # type: ignore[union-attr, operator]
     shared = _share(config, raw, tensors, embedding, head)
     d2t = _d2t(folder, config, tensors)
-    with torch.device("meta"):  # nothing is initialised that is loaded anyway
-        model = DraftModel(
-            config, embed_tokens=shared.get("embed_tokens"), lm_head=shared.get("lm_head"), d2t=d2t
-        )
+    with torch.device("meta"):  # all weights are loaded: nothing to initialise
+        model = DraftModel(config, d2t=d2t, **shared)
     _check(folder, names, model, tensors)
     weight: Tensor = embedding.weight  # type: ignore[assignment]
     dtype, device = dtype or weight.dtype, device or weight.device
-    own = {  # copies: what was read may be a map of the file, which somebody may write anew
+    own = {  # copies: tensors may be maps of the file, which may be overwritten
         name: t.to(device, dtype if t.is_floating_point() else t.dtype, copy=True)
         for name, t in tensors.items()
     }
@@ -78,9 +76,9 @@ def _share(
     tensors: dict[str, Tensor],
     embedding: nn.Module,
     head: nn.Module,
-) -> dict[str, nn.Module]:
-    """Modules of the target that the head takes; a copy of lm_head that EAGLE-1 does not use is dropped."""
-    shared = {}
+) -> dict[str, Any]:
+    """Modules of the target that the head shares; drops an lm_head that EAGLE-1 does not use."""
+    shared: dict[str, Any] = {}
     same_width = config.hidden_size == config.target_hidden_size
     if "embed_tokens.weight" not in tensors and same_width:
         shared["embed_tokens"] = embedding
@@ -111,7 +109,7 @@ def _d2t(folder: Path, config: DraftConfig, tensors: dict[str, Tensor]) -> Tenso
 
 
 def _check(folder: Path, names: Names, model: DraftModel, tensors: Mapping[str, Tensor]) -> None:
-    """Exactly the tensors of `model`, its shared modules apart, in their shapes."""
+    """Refuse tensors that are missing, unknown or of a wrong shape; shared modules have none."""
     expected = {
         name: tuple(tensor.shape)
         for name, tensor in model.state_dict().items()
@@ -132,11 +130,11 @@ def _check(folder: Path, names: Names, model: DraftModel, tensors: Mapping[str, 
 def save_draft(model: DraftModel, path: str | Path) -> None:
     """Write a head as config.json and model.safetensors, under EAGLE's original names.
 
-    Modules that it shares with a target are left out. EAGLE and SGLang know these names; options of vLLM's
-    heads (`norm_before_fc` and its like) are for `load_draft`.
+    Modules that it shares with a target are left out. EAGLE and SGLang read these names; only `load_draft`
+    reads the flags of vLLM's heads, such as `norm_before_fc`.
 
     Args:
-        path: a folder, made if need be; files of these names in it are replaced.
+        path: a folder, created if it does not exist; files of these names in it are replaced.
 
     Raises:
         EagleError: an EAGLE-1 head with an lm_head that is not shared.
@@ -168,16 +166,8 @@ def _original_config(model: DraftModel) -> dict[str, Any]:
     written: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3" if config.kind == "eagle3" else "LlamaForCausalLMEagle"],
         "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        **{name: getattr(config, name) for name in (*LLAMA_FIELDS, "num_key_value_heads", "head_dim")},
         "num_hidden_layers": config.num_layers,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "hidden_act": config.hidden_act,
         # The names that transformers before version 5 knows, and 5 translates.
         "rope_theta": config.rope_parameters["rope_theta"],
         "rope_scaling": None if scaling.get("rope_type") == "default" else scaling,
@@ -198,10 +188,7 @@ def _original_config(model: DraftModel) -> dict[str, Any]:
     layers = config.feature_layers or ()
     return written | {
         "draft_vocab_size": config.draft_vocab_size,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
+        **{name: getattr(config, name) for name in EAGLE3_FLAGS},
         # Each stack reads its own of the two: Note [Feature layers].
         AUX_LAYERS: list(layers),
         "eagle_config": {AUX_LAYERS: [layer - 1 for layer in layers], "use_aux_hidden_state": True},

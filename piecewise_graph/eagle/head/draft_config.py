@@ -1,4 +1,4 @@
-"""DraftConfig: the shape of a draft head, whichever checkpoint layout it came from."""
+"""DraftConfig: the shape of a draft head, independent of checkpoint layouts."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ from typing import Any, Literal
 from ..errors import EagleError
 
 Kind = Literal["eagle1", "eagle3"]
-# The others of transformers read the largest position on the host to choose their frequencies.
+# transformers' other types read the largest position on the host.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Fields that transformers' config of a Llama has under the same names.
+LLAMA_FIELDS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings",
+    "rms_norm_eps", "hidden_act",
+)  # fmt: skip
+EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     """Shape of a draft head: one or more Llama layers on top of a target model's features.
 
-    EAGLE-1 and EAGLE-2 heads (Li et al., arXiv 2401.15077 and 2406.16858) have the same shape, "eagle1";
-    EAGLE-3 (arXiv 2503.01840) and what vLLM calls EAGLE 3.1 are "eagle3".
+    EAGLE-1 and EAGLE-2 heads (Li et al., arXiv 2401.15077 and 2406.16858) have the same shape, "eagle1".
+    EAGLE-3 (arXiv 2503.01840) and vLLM's EAGLE 3.1 are "eagle3".
 
     Attributes:
         kind: "eagle1": `fc` joins the token's embedding with the hidden state, and plain layers follow;
             "eagle3": `fc` joins features of several target layers, and the first layer's q, k and v read
             `[embedding, hidden]`.
         vocab_size: the target's; rows of the embedding.
-        draft_vocab_size: columns of the draft's logits; fewer than `vocab_size` where `d2t` maps them.
+        draft_vocab_size: columns of the draft's logits; if fewer than `vocab_size`, `d2t` maps them.
         target_hidden_size: columns of one feature of the target.
         feature_layers: "eagle3" takes the input of target decoder layer i for each i here, ascending; layer
             0's input is the embedding. None for "eagle1", whose feature is the target's last hidden state
@@ -91,14 +97,10 @@ class DraftConfig:
             raise EagleError.bad_config("feature_layers", self.feature_layers, "target layers, ascending")
 
     def _check_eagle1(self) -> None:
-        expected = {
+        expected = dict.fromkeys(EAGLE3_FLAGS, False) | {
             "hidden_size": self.target_hidden_size,  # its features and lm_head are the target's
             "draft_vocab_size": self.vocab_size,
             "feature_layers": None,
-            "norm_before_residual": False,
-            "norm_before_fc": False,
-            "fc_norm": False,
-            "norm_output": False,
         }
         for name, value in expected.items():
             if getattr(self, name) != value:
@@ -116,36 +118,34 @@ class DraftConfig:
 
     @classmethod
     def for_target(cls, config: Any, kind: Kind = "eagle3", **changes: Any) -> DraftConfig:
-        """A new head, to be trained, of the shape of one of the target's layers.
+        """The config of a new head with the shape of one of the target's layers.
 
         Args:
             config: the target's, from transformers.
-            changes: fields that shall differ, such as `draft_vocab_size` or `rope_parameters`.
+            changes: fields that differ, such as `draft_vocab_size` or `rope_parameters`.
         """
         config = config.get_text_config()
-        heads = config.num_attention_heads
-        fields: dict[str, Any] = {
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_attention_heads": heads,
-            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-            "vocab_size": config.vocab_size,
-            "draft_vocab_size": config.vocab_size,
-            "target_hidden_size": config.hidden_size,
-            "rms_norm_eps": config.rms_norm_eps,
-            "hidden_act": config.hidden_act,
-            "max_position_embeddings": config.max_position_embeddings,
-        }
+        fields = llama_fields(config)
         if kind == "eagle3":
             fields["feature_layers"] = default_feature_layers(config.num_hidden_layers)
         return cls(kind=kind, **(fields | changes))
 
 
-def default_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """Target layers whose inputs EAGLE-3 heads read where nothing else is said: 2, n // 2, n - 3.
+def llama_fields(config: Any) -> dict[str, Any]:
+    """Fields of a `DraftConfig`, from transformers' config of a Llama-like model."""
+    heads = config.num_attention_heads
+    return {name: getattr(config, name) for name in LLAMA_FIELDS} | {
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "draft_vocab_size": config.vocab_size,
+        "target_hidden_size": config.hidden_size,
+    }
 
-    Every stack has the same ones: EAGLE's `modeling_llama_kv.py`, vLLM's and SGLang's `llama.py`. They
-    collect them on the way up, each once, and so a target of fewer than 7 layers has fewer than three.
+
+def default_feature_layers(num_layers: int) -> tuple[int, ...]:
+    """Target layers whose inputs EAGLE-3 heads read by default: 2, n // 2, n - 3.
+
+    EAGLE's `modeling_llama_kv.py`, vLLM's and SGLang's `llama.py` use the same ones. They collect features on
+    the way up, each layer once, so a target of fewer than 7 layers gives fewer than three.
     """
     return tuple(layer for layer in range(num_layers) if layer in (2, num_layers // 2, num_layers - 3))

@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights: what serving costs, where no checkpoint is at hand."""
+"""Models of known shapes with random weights, to measure serving without a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,54 +17,27 @@ DRAFT_VOCAB = 32000  # of published EAGLE-3 heads
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Attributes:
-    name: for people.
-    config: what LlamaConfig is given, beside the vocabulary and the K/V heads of Llama 3.
+    """A named Llama.
+
+    Attributes:
+        config: arguments of LlamaConfig; vocabulary and K/V heads are those of Llama 3 by default.
     """
 
     name: str
     config: dict[str, Any]
 
 
+def _llama(name: str, hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> ModelShape:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate}
+    return ModelShape(name, {**sizes, "num_hidden_layers": layers, "num_attention_heads": heads, **more})
+
+
 MODEL_SHAPES = {
-    "8b": ModelShape(
-        "Llama-3-8B",
-        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-    ),
-    "1b": ModelShape(
-        "Llama-3.2-1B",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "head_dim": 64,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "tiny": ModelShape(
-        "tiny",
-        {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 512,
-        },
-    ),
+    "8b": _llama("Llama-3-8B", 4096, 14336, 32, 32),
+    "1b": _llama("Llama-3.2-1B", 2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True),
+    "tiny": _llama("tiny", 64, 128, 3, 4, num_key_value_heads=2, vocab_size=512),
     # As many layers as the 8B shape, each so small that the device never makes the host wait.
-    "deep": ModelShape(
-        "32 small layers",
-        {
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 512,
-        },
-    ),
+    "deep": _llama("32 small layers", 256, 512, 32, 4, num_key_value_heads=2, vocab_size=512),
 }
 
 
@@ -83,7 +56,7 @@ def random_model(
     )
     config._attn_implementation = attention
     default = torch.get_default_dtype()
-    # Weights made in inference mode could not be moved, which merge_linears does.
+    # merge_linears moves weights, which is not possible for those made in inference mode.
     with torch.device(device), torch.inference_mode(False):
         torch.set_default_dtype(dtype)
         try:
@@ -93,7 +66,7 @@ def random_model(
 
 
 def random_draft(target: Any, kind: Kind) -> DraftModel:
-    """A head as they are published, with random weights, beside the target and of its dtype.
+    """A head of the published shape with random weights, on the target's device and of its dtype.
 
     Args:
         kind: "eagle1", with the target's vocabulary, or "eagle3", with 32,000 tokens at most.

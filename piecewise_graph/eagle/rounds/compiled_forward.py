@@ -1,10 +1,8 @@
-"""One model of the loop, in the ways in which a phase can run it.
+"""Forward: one model of the loop, callable in every graph mode.
 
-Note [A phase is a graph]
 A phase is more than a model's forward: the draft phase holds S - 1 of them, with the choice of tokens and the
-metadata in between. So `full` captures the whole phase around the compiled model, whose code then runs as it
-is, exact sizes included; `piecewise` runs the phase's own lines on the host, and every forward in it as a
-tape.
+metadata in between. Mode `full` captures the whole phase, and the compiled model runs inside that capture.
+Mode `piecewise` runs the phase's own lines on the host and every forward in it as a tape.
 """
 
 from __future__ import annotations
@@ -21,15 +19,15 @@ from ..options import EAGER, FULL, PIECEWISE
 
 
 class Forward:
-    """A module that is compiled once and called in one of `WAYS`.
+    """A module that is compiled once and called in one of `GRAPH_MODES`.
 
     Args:
-        module: reads its batch from the forward context, where it attends to anything.
+        module: reads its batch from the forward context if it has attention.
         token_dim: argument -> dimension that counts rows.
         sizes: row counts that may be captured.
-        options: of pg.compile, `pool` among them; of `specialize` the sizes that are among these.
-        outputs: of piecewise calls: "static" ones are memory of the pool, which the next tape of any model
-            overwrites; "copy" for those that are read after it.
+        options: of pg.compile, `pool` among them; of `specialize`, the sizes that may be captured are used.
+        outputs: of piecewise calls: "static" outputs are memory of the pool, which the next tape of any model
+            overwrites; "copy" is for outputs that are read after that.
     """
 
     def __init__(
@@ -57,30 +55,31 @@ class Forward:
         self._captured: set[int] = set()
         self._was_called = False
 
-    def __call__(self, way: str, batch: AttentionBatch | None, /, **inputs: Tensor) -> Any:
+    def __call__(self, mode: str, batch: AttentionBatch | None, /, **inputs: Tensor) -> Any:
         """Run one forward.
 
-        The first piecewise call with a row count that may be captured captures it: the forward runs several
-        times then, with the same result.
+        The first piecewise call with a row count of `sizes` captures its tape: the forward then runs several
+        times, with the same result.
         """
         self._was_called = True
-        if way == PIECEWISE:
+        if mode == PIECEWISE:
             rows = self._rows(inputs)
             if rows in self.sizes and rows not in self._captured:
                 self.capture(batch, **inputs)
-        with pg.forward_context(attention=_InGraph(batch) if way == FULL and batch else batch):
-            if way == EAGER:
+        # The core does not know the phase's graph: asked for a full graph, it would capture its own.
+        with pg.forward_context(attention=batch, in_graph=mode == FULL):
+            if mode == EAGER:
                 return self.module(**inputs)
-            if way == PIECEWISE and self._frozen is not None:
+            if mode == PIECEWISE and self._frozen is not None:
                 return self._frozen(**inputs)
             return self._compiled(**inputs)
 
-    def is_prepared(self, way: str, rows: int) -> bool:
-        """Whether such a call finds what it needs."""
-        return rows in self._captured if way == PIECEWISE else self._was_called
+    def is_prepared(self, mode: str, rows: int) -> bool:
+        """Whether such a call compiles and captures nothing."""
+        return rows in self._captured if mode == PIECEWISE else self._was_called
 
     def capture(self, batch: AttentionBatch | None, **inputs: Tensor) -> None:
-        """Capture the piecewise tape of these inputs' row count. The forward runs, on whatever they hold."""
+        """Capture the piecewise tape of these inputs' row count. The forward runs on these inputs."""
         rows = self._rows(inputs)
         pg.capture(
             self._compiled,
@@ -103,20 +102,3 @@ class Forward:
     def _rows(self, inputs: Mapping[str, Tensor]) -> int:
         name, dim = next(iter(self._token_dim.items()))
         return inputs[name].shape[dim]
-
-    def explain(self) -> Any:
-        """pg.explain of the compiled module."""
-        return pg.explain(self._compiled)
-
-
-class _InGraph:
-    """A batch whose attention calls become part of the phase's graph.
-
-    The core knows nothing of that graph: asked for a full graph by the context, it would make its own.
-    """
-
-    def __init__(self, batch: AttentionBatch) -> None:
-        self._batch = batch
-
-    def run(self, call: Any, *, captured: bool) -> None:
-        self._batch.run(call, captured=True)

@@ -1,138 +1,140 @@
-"""One round's tensors: metadata, attention batches and buffers of a batch size and a shape of speculation."""
+"""Round: its three phases, prepared, and what the host does around them.
+
+Prompts may share a round's forwards: the rows of a chunk of prompts stand behind those of the round, so that
+one read of the weights serves both. Their number differs from step to step, so verify and draft-extend are no
+graphs then. They run line by line, their forwards as tapes or compiled code (compiled_forward.py). A tree has
+a mask for each of its rows, which prompts have not: they run beside a tree, not together with it.
+
+Source: chunked prefill, Sarathi-Serve (arXiv 2403.02310).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from piecewise_graph.custom_ops import metadata as md
 from piecewise_graph.custom_ops.attention import AttentionBatch
-from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
+from piecewise_graph.custom_ops.kv_cache import device_ints
 
-from ..options import DraftShape
-from .round_buffers import DRAFT_PROBS, ROUND, Buffers, allocate
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What all rounds of a speculator share.
-
-    Attributes:
-        hidden, features, vocab, draft_vocab: widths (`H`, `F`, `V`, `D` of round_buffers.py).
-        max_seq_len: tokens of a request at most, those of a round included; `last_position`: without them.
-    """
-
-    hidden: int
-    features: int
-    vocab: int
-    draft_vocab: int
-    max_seq_len: int
-    last_position: int
-    dtype: torch.dtype
-    device: torch.device
+from ..options import FULL
+from ..request import Request
+from .phase_runner import PhaseRunner, named
+from .phases import Phases
+from .prefill import Chunk, Prefill
+from .round_launch import Launch
 
 
-@dataclass(frozen=True)
 class Round:
-    """Everything that the phases of a round read and write; made once, filled in every round.
+    """Runs rounds of one shape and batch size.
 
-    Attributes:
-        buffers: `ROUND` of round_buffers.py.
-        batch: requests and their lengths before the round.
-        steps, branches: of the draft; branches None for a chain, both without a draft.
-        tree, accepted: of verify and draft-extend.
-        draft_batches: of the S - 1 draft forwards.
-        verify_batch: of the target's forward.
-        extend_batch: of draft-extend; None without a draft.
+    Args:
+        phases: what the runners run.
+        runners: draft, verify, and draft-extend where there is a draft.
+        prefill: of the prompts that may share the forwards.
     """
 
-    shape: DraftShape
-    size: int
-    buffers: Buffers
-    batch: md.Batch
-    tree: md.Tree
-    accepted: md.Accepted
-    steps: md.DraftSteps | None
-    branches: md.Branches | None
-    draft_batches: tuple[AttentionBatch, ...]
-    verify_batch: AttentionBatch
-    extend_batch: AttentionBatch | None
+    def __init__(self, phases: Phases, runners: Sequence[PhaseRunner], prefill: Prefill) -> None:
+        self.tensors, self.runners = phases.tensors, tuple(runners)
+        self._phases, self._prefill, self._resources = phases, prefill, prefill.resources
+        self._slots: list[int] = [0] * phases.tensors.size
 
-    @classmethod
-    def make(
-        cls,
-        shape: DraftShape,
-        size: int,
-        sizes: Sizes,
-        table: RequestTable,
-        target_cache: PagedKVCache,
-        draft_cache: PagedKVCache | None,
-        *,
-        sampled: bool,
-    ) -> Round:
-        """Allocate a round of `size` requests, all of them padding; `sampled`: of a chain that is drawn."""
-        letters = {
-            "B": size, "BN": size * shape.nodes, "S": shape.steps, "S+2": shape.steps + 2,
-            "P": table.max_pages, "F": sizes.features, "V": sizes.vocab,
-        }  # fmt: skip
-        fields = ROUND + (DRAFT_PROBS if sampled and not shape.is_tree else ())
-        buffers = allocate(fields, letters, dtype=sizes.dtype, device=sizes.device)
-        batch = md.Batch(buffers.requests, buffers.seq_lens, table.block_table, table.page_size)
-        tree = md.Tree.allocate(batch, nodes=shape.nodes)
-        accepted = md.Accepted.allocate(batch, nodes=shape.nodes, steps=shape.steps)
-        verify = AttentionBatch(
-            target_cache,
-            block_table=buffers.block_table,
-            seq_lens=tree.seq_lens,
-            qo_indptr=tree.qo_indptr,
-            slot_mapping=tree.slot_mapping,
-            max_query_len=shape.nodes,
-            max_seq_len=sizes.max_seq_len,
-            query_len=shape.nodes,
-            tree_mask=tree.mask if shape.is_tree else None,
+    def launch(self, requests: Sequence[Request], chunk: Chunk | None = None) -> Launch:
+        """Start a round, with a chunk of prompts in its forwards or alone. Waits for nothing."""
+        self._ensure_prepared()
+        self._fill([request.slot for request in requests])
+        self._resources.table.flush()
+        shape, result = self.tensors.shape, self.tensors.buffers.result
+        draft, verify, *rest = self.runners
+        draft()
+        if chunk is not None:
+            with named("verify"):
+                first, features = self._verify_with(chunk)
+            launch = Launch(result, first, shape, requests, chunk.started)
+            with named("extend"):
+                self._extend_with(chunk, first, features)
+            return launch
+        verify()
+        launch = Launch(result, None, shape, requests)
+        for extend in rest:
+            extend()
+        return launch
+
+    def prepare(self) -> None:
+        """Compile and capture every phase, over padded requests only: no request's tokens change."""
+        self._fill([])
+        for runner in self.runners:
+            runner.prepare(self._resources.device)
+        if any(runner.mode == FULL for runner in self.runners):
+            self._resources.weights.hold()
+
+    def seconds(self) -> dict[str, float]:
+        """Median time of every phase, over padded requests only: no request's tokens change."""
+        self._ensure_prepared()
+        self._fill([])
+        return {runner.name: runner.seconds(self._resources.device) for runner in self.runners}
+
+    def _verify_with(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """The target over the draft tokens and the prompts.
+
+        Returns:
+            (first tokens of the prompts that end here int32 `[n]`, features of the prompts `[rows, F]`).
+        """
+        batch = self.tensors.verify_batch
+        ids, positions = self._phases.draft_tokens()
+        logits, features = self._resources.models.target(
+            self._prefill.mode,
+            joined(batch, chunk.attention),
+            input_ids=torch.cat([ids, chunk.ids])[None],
+            position_ids=torch.cat([positions, chunk.positions])[None],
         )
-        extend = None
-        if draft_cache is not None and shape.steps:
-            # The same rows, in order: accepted tokens are a chain again.
-            extend = replace(verify, kv_cache=draft_cache, slot_mapping=accepted.slot_mapping, tree_mask=None)
-        steps = md.DraftSteps.allocate(batch, steps=shape.steps, topk=shape.topk) if shape.steps else None
-        branches = None
-        if shape.is_tree:
-            branches = md.Branches.allocate(batch, steps=shape.steps, topk=shape.topk)
-        drafts = _draft_batches(steps, branches, shape, buffers, sizes, draft_cache)
-        return cls(shape, size, buffers, batch, tree, accepted, steps, branches, drafts, verify, extend)
+        rows = batch.num_tokens
+        self._phases.accept(logits[:rows], features[:rows])
+        kept = features[rows:].clone()  # the next tape overwrites the target's outputs
+        return self._prefill.choose(chunk, logits[rows:]), kept
 
-    @property
-    def mask(self) -> Tensor | None:
-        """The tree's mask; None for a chain."""
-        return self.tree.mask if self.shape.is_tree else None
-
-
-def _draft_batches(
-    steps: md.DraftSteps | None,
-    branches: md.Branches | None,
-    shape: DraftShape,
-    buffers: Buffers,
-    sizes: Sizes,
-    cache: PagedKVCache | None,
-) -> tuple[AttentionBatch, ...]:
-    """Each forward appends k rows to every request, of which a tree's see their own branch alone."""
-    if steps is None or cache is None:
-        return ()
-    rows = torch.arange(buffers.requests.numel() + 1, dtype=torch.int32, device=sizes.device) * shape.topk
-    return tuple(
-        AttentionBatch(
-            cache,
-            block_table=buffers.block_table,
-            seq_lens=steps.seq_lens[step],
-            qo_indptr=rows,
-            slot_mapping=steps.slot_mapping[step],
-            max_query_len=shape.topk,
-            max_seq_len=sizes.max_seq_len,
-            query_len=shape.topk,
-            tree_mask=branches.mask[:, :, : (step + 1) * shape.topk] if branches else None,
+    def _extend_with(self, chunk: Chunk, first: Tensor, features: Tensor) -> None:
+        """The draft over the accepted tokens and the prompts."""
+        batch, extend = self.tensors.extend_batch, self._resources.models.extend
+        if batch is None:  # plain decoding drafts nothing
+            self._prefill.extend(chunk, features, first)
+            return
+        assert extend is not None and chunk.draft_attention is not None
+        ids, positions, accepted_features = self._phases.accepted_rows()
+        hidden = extend(
+            self._prefill.mode,
+            joined(batch, chunk.draft_attention),
+            input_ids=torch.cat([ids, chunk.draft_ids(first)]),
+            positions=torch.cat([positions, chunk.positions]),
+            features=torch.cat([accepted_features, features]),
         )
-        for step in range(shape.steps - 1)
+        rows = batch.num_tokens
+        self._phases.keep(self._prefill.any_rows, hidden[:rows])
+        self._prefill.keep(chunk.slots, hidden[rows:][chunk.ends])
+
+    def _ensure_prepared(self) -> None:
+        """Graphs may have been dropped, by pg.reset for instance."""
+        if not all(runner.is_ready for runner in self.runners):
+            self.prepare()
+
+    def _fill(self, slots: list[int]) -> None:
+        """Send the batch's slots to the device, unless they are those of the round before."""
+        slots = slots + [0] * (self.tensors.size - len(slots))
+        if slots != self._slots:
+            requests = self.tensors.buffers.requests
+            requests.copy_(device_ints(slots, requests.device))
+            self._slots = slots
+
+
+def joined(first: AttentionBatch, second: AttentionBatch) -> AttentionBatch:
+    """The requests of both, over the cache of the first; lengths stay on the device."""
+    return AttentionBatch(
+        first.kv_cache,
+        block_table=torch.cat([first.block_table, second.block_table]),
+        seq_lens=torch.cat([first.seq_lens, second.seq_lens]),
+        qo_indptr=torch.cat([first.qo_indptr, second.qo_indptr[1:] + first.num_tokens]),
+        slot_mapping=torch.cat([first.slot_mapping, second.slot_mapping]),
+        max_query_len=max(first.max_query_len, second.max_query_len),
+        max_seq_len=max(first.max_seq_len, second.max_seq_len),
     )

@@ -1,15 +1,14 @@
-"""Static buffers declared as data: what graphs read and write between each other.
+"""Static buffers, declared as data: what graphs hand to each other.
 
 Letters of shapes: `R` rows of the request table (row 0: padding), `B` requests of a batch, `N` draft tokens,
 `S` steps, `H` hidden size of the draft, `F` columns of the target's features, `V` vocabulary, `D` the draft's
-vocabulary, `P` pages of a request, `G` rounds that may run without the draft before it has to catch up.
+vocabulary, `P` pages of a request, `G` tokens of the feature ring buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,9 @@ class Field:
     """One buffer.
 
     Attributes:
-        shape: letters, looked up when it is allocated, or numbers.
+        shape: letters, replaced by their sizes on allocation, or numbers.
         dtype: None = the model's.
-        pad: what rows of padded requests hold, and all rows in the beginning.
+        pad: initial value of all rows; rows of padded requests keep it.
     """
 
     name: str
@@ -41,13 +40,13 @@ STATE = (
     Field("top_k", ("R",)),
     Field("top_p", ("R",), torch.float32, pad=1),
     Field("seed", ("R",), torch.int64),
-    Field("place", ("R",)),  # among the engine's requests: decreed acceptance differs even where seeds do not
+    Field("request_index", ("R",)),  # synthetic acceptance differs between requests of one seed
 )
 
-# Features of the latest plain rounds, for a draft that has to catch up; row `position % G`.
-GAP = (Field("gap", ("R", "G", "F"), None),)
+# Ring buffer of the latest plain rounds' features, for a draft that has to catch up; row `position % G`.
+FEATURE_RING = (Field("feature_ring", ("R", "G", "F"), None),)
 
-# What the phases of a round hand to each other, by place in the batch.
+# What the phases of a round hand to each other, by row of the batch.
 ROUND = (
     Field("requests", ("B",)),
     Field("seq_lens", ("B",)),
@@ -57,7 +56,7 @@ ROUND = (
     Field("features", ("BN", "F"), None),
     Field("result", ("B", "S+2")),  # out_tokens, then accept_length
 )
-# Only where tokens are sampled: what a chain was drawn from.
+# The distributions that a chain was drawn from; only where tokens are sampled.
 DRAFT_PROBS = (Field("draft_probs", ("B", "S", "V"), torch.float32),)
 
 
@@ -74,11 +73,9 @@ class Buffers(dict[str, Tensor]):
 def allocate(
     fields: Sequence[Field], sizes: Mapping[str, int], *, dtype: torch.dtype, device: torch.device
 ) -> Buffers:
-    """Every field, filled with its padding."""
-
-    def make(field: Field) -> Tensor:
+    """Allocate every field, filled with its `pad`."""
+    found = Buffers()
+    for field in fields:
         shape = [size if isinstance(size, int) else sizes[size] for size in field.shape]
-        kind: Any = field.dtype or dtype
-        return torch.full(shape, field.pad, dtype=kind, device=device)
-
-    return Buffers({field.name: make(field) for field in fields})
+        found[field.name] = torch.full(shape, field.pad, dtype=field.dtype or dtype, device=device)
+    return found

@@ -1,4 +1,4 @@
-"""The models of a speculator, each compiled once and shared by all of its rounds."""
+"""The models of a speculator, each compiled once and shared by all rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Models:
         step: (input_ids, positions `[rows]`, hidden `[rows, H]`) -> hidden `[rows, H]`; None without a draft.
         extend: the same from the target's features `[rows, F]`.
         head: hidden `[rows, H]` -> the draft's logits `[rows, D]`.
-        draft: what the three are made of.
+        draft: the module behind `step`, `extend` and `head`.
     """
 
     target: Forward
@@ -40,7 +40,7 @@ class Models:
         target_options: Mapping[str, Any],
         draft_options: Mapping[str, Any],
     ) -> Models:
-        """Compile nothing yet; `rows` says for each model which row counts it may be captured for."""
+        """Prepare to compile; `rows` lists the row counts that each model may be captured for."""
         verify = Forward(target, {"input_ids": 1, "position_ids": 1}, rows["target"], target_options)
         if draft is None:
             return cls(verify)
@@ -55,24 +55,22 @@ class Models:
 
 
 class _Extend(nn.Module):
-    """A draft forward that begins at the target's features."""
+    """A draft forward that starts from the target's features."""
 
     def __init__(self, draft: Any) -> None:
         super().__init__()
         self.draft = draft
 
     def forward(self, input_ids: Tensor, positions: Tensor, features: Tensor) -> Tensor:
-        hidden: Tensor = self.draft(input_ids, positions, self.draft.project(features))
-        return hidden
+        return self.draft(input_ids, positions, self.draft.project(features))
 
 
 class _Head(nn.Module):
-    """The draft's logits: of few rows, where a forward may have many."""
+    """The draft's logits, computed for few of a forward's rows."""
 
     def __init__(self, draft: Any) -> None:
         super().__init__()
         self.draft = draft
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.draft.logits(hidden)
-        return logits
+        return self.draft.logits(hidden)

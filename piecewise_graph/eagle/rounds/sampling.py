@@ -1,12 +1,12 @@
-"""From logits to distributions and tokens: on the device, without state, inside a graph."""
+"""Logits to distributions and tokens: on the device, without state, inside graphs."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# What a number is drawn for; a draft's use adds its step, a test of acceptance its node, a decreed one the
-# request's place among the prompts.
+# Uses of a random number. A draft adds its step, an acceptance test its node, synthetic acceptance the
+# request's index.
 FIRST, DRAFT, ACCEPT, SYNTHETIC = 0, 1 << 20, 2 << 20, 3 << 20
 _COLDEST = 1e-30  # temperature: logits divided by less may overflow
 
@@ -14,7 +14,7 @@ _COLDEST = 1e-30  # temperature: logits divided by less may overflow
 def distribution(
     logits: Tensor, temperature: Tensor, top_k: Tensor | None = None, top_p: Tensor | None = None
 ) -> Tensor:
-    """What tokens are drawn from, in float32.
+    """The distribution that tokens are drawn from, in float32.
 
     Args:
         logits: `[..., V]`.
@@ -31,7 +31,7 @@ def distribution(
 
 
 def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Minus infinity for all but the top k, and of these for all after those that hold `top_p` together."""
+    """Minus infinity for tokens outside of the top k, then for those beyond a cumulated `top_p`."""
     ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
     kept = (rank < top_k[..., None]) | (top_k[..., None] <= 0)
@@ -46,6 +46,6 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     """`[n]` tokens from `probs [n, V]`: the first whose cumulated probability exceeds `uniform [n]`."""
     cumulated = probs.cumsum(-1)
     found = torch.searchsorted(cumulated, uniform[:, None] * cumulated[:, -1:], right=True)[:, 0]
-    # Rounding may end a sum early: what is found then may have no probability, the last that has some does.
+    # Rounding may end a sum early, and the token found may then have no probability: take the last that has.
     last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(-1)
     return torch.minimum(found, last)

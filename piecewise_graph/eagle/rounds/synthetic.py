@@ -1,6 +1,6 @@
-"""Acceptance by decree, for models with random weights: what a round would cost a trained pair.
+"""Synthetic acceptance: models with random weights cost what a trained pair would.
 
-Whatever it is used in has to say so: the text that comes out means nothing.
+The generated text means nothing, so every table and statistics object says that acceptance is synthetic.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Synthetic:
     def __post_init__(self) -> None:
         above = (1.0, *self.rates[:-1])
         if not all(0 <= rate <= before for rate, before in zip(self.rates, above, strict=True)):
-            raise SpeculatorError.bad_rates(str(self.rates))
+            raise SpeculatorError.bad_rates(self.rates)
 
     @classmethod
     def of(cls, wanted: float | Sequence[float], steps: int, *, clamped: bool = False) -> Synthetic:
-        """From a mean accept length, bonus included, or from rates per position.
+        """From a mean accept length, bonus included, or from one rate per position.
+
+        With a mean, every position is equally likely to be accepted given that the one before it was.
 
         Args:
-            clamped: a mean above what `steps` can give means all of them.
-
-        A mean makes every position as likely as the one before it, given that one.
+            clamped: a mean above `steps + 1` accepts everything; without it such a mean is an error.
 
         Raises:
             SpeculatorError: out of range, or not one rate per step.
@@ -45,29 +45,30 @@ class Synthetic:
         if isinstance(wanted, (int, float)):
             wanted = min(wanted, steps + 1) if clamped else wanted
             if not 1 <= wanted <= steps + 1:
-                raise SpeculatorError.bad_rates(f"a mean of {wanted} tokens from {steps} steps")
+                raise SpeculatorError.bad_mean(wanted, steps)
             return cls(_geometric(wanted - 1, steps))
         if len(wanted) < steps:
-            raise SpeculatorError.bad_rates(f"{len(wanted)} rates for {steps} steps")
+            raise SpeculatorError.too_few_rates(len(wanted), steps)
         return cls(tuple(wanted[:steps]))
 
     @property
     def accept_length(self) -> float:
-        """The mean that they amount to, bonus included."""
+        """The mean accept length of these rates, bonus included."""
         return 1 + sum(self.rates)
 
     def choices(self, tokens: Tensor, mask: Tensor | None, uniform: Tensor) -> Tensor:
-        """What the target is said to choose at every row, int32 `[B*N]`, for accept_greedy.
+        """The target's choice at every row, int32 `[B*N]`, as accept_greedy takes it.
 
-        Down to a depth that `uniform [B]` decides, the next node on the way to the deepest one; there, a
-        token that none of its children has. A tree that is less deep than its steps accepts less.
+        `uniform [B]` decides the accepted depth. Above it, each node chooses the next node of the path to the
+        deepest one. At that depth, the node chooses a token that none of its children has. A pruned tree may
+        be less deep than its steps; it accepts less.
 
         Args:
-            tokens: int32 `[B, N]`, of the nodes.
+            tokens: int32 `[B, N]`, tokens of the nodes.
             mask: bool `[B, N, N]`, as `Tree.mask`; None for a chain.
         """
-        decreed = torch.stack([uniform < rate for rate in self.rates]).sum(0)[:, None]
-        chosen = _in_chain(tokens, decreed) if mask is None else _in_tree(tokens, mask, decreed)
+        depths = torch.stack([uniform < rate for rate in self.rates]).sum(0)[:, None]
+        chosen = _in_chain(tokens, depths) if mask is None else _in_tree(tokens, mask, depths)
         return chosen.flatten()
 
 
@@ -77,13 +78,13 @@ def _in_chain(tokens: Tensor, accepted: Tensor) -> Tensor:
     return torch.where(row < accepted, following, (following == 0).int())
 
 
-def _in_tree(tokens: Tensor, mask: Tensor, decreed: Tensor) -> Tensor:
+def _in_tree(tokens: Tensor, mask: Tensor, depths: Tensor) -> Tensor:
     size, nodes = tokens.shape
     depth = mask.sum(-1) - 1
     deepest, at = depth.max(-1, keepdim=True)
     path = mask.gather(1, at[..., None].expand(-1, -1, nodes))[:, 0]
-    accepted = torch.minimum(decreed, deepest)
-    # The path's tokens by depth; those of other nodes go where nobody looks.
+    accepted = torch.minimum(depths, deepest)
+    # The path's tokens by depth; other nodes write to the last column, which is not read.
     by_depth = tokens.new_zeros(size, nodes + 1).scatter_(1, torch.where(path, depth, nodes), tokens)
     goes_on = path & (depth < accepted)
     tip = (path & (depth == accepted)).int().argmax(-1)

@@ -1,4 +1,4 @@
-"""The target: any causal LM of transformers, with the hidden states that a draft reads as outputs."""
+"""TargetModel: any causal LM of transformers, which also returns the hidden states that a draft reads."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from ..errors import SpeculatorError
 
 
 class TargetModel(nn.Module):
-    """A causal LM whose forward returns logits and, beside them, the features that a draft reads.
+    """A causal LM whose forward returns logits and the features that a draft reads.
 
-    Features are taken where the model computes them, by modules that stand in front of a layer and keep what
-    passes: no hooks, so a compiled forward holds them as plain outputs. The caller's model is not changed;
-    it shares all parameters.
+    A tap in front of a layer keeps the hidden state that passes. Taps are modules and no hooks, so a compiled
+    forward returns features as plain outputs. The caller's model is not changed; it shares all parameters.
 
     Args:
         model: on our attention (`attn_implementation="piecewise"`).
-        feature_layers: indices of decoder layers whose inputs are the features, one after another
-            (EAGLE-3); None = the input of the output projection, which is the last hidden state after the
-            final norm (EAGLE-1 and 2).
+        feature_layers: decoder layers whose inputs are concatenated to the features (EAGLE-3); None = the
+            input of the output projection, that is the last hidden state after the final norm (EAGLE-1, 2).
 
     Raises:
         SpeculatorError: the model has no such layer.
@@ -54,7 +52,7 @@ class TargetModel(nn.Module):
 
 
 class _Tap(nn.Module):
-    """Stands for a module and keeps the first argument of its latest call."""
+    """Wraps a module and keeps the first argument of its latest call."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -69,14 +67,14 @@ class _Tap(nn.Module):
 
 
 def _tapped(model: Any, layers: Sequence[int] | None) -> tuple[Any, list[_Tap]]:
-    """A copy of `model` that shares all layers but those on the way to the taps, and the taps in order."""
+    """(`model` with taps, the taps in order); every module that does not hold a tap is shared."""
     if layers is None:
         head = _path_to(model, model.get_output_embeddings())
         return _replaced(model, {head: (tap := _Tap(model.get_output_embeddings()))}), [tap]
     stack = _decoder_layers(model)
     for index in layers:
         if not 0 <= index < len(stack):
-            raise SpeculatorError.no_layer(index, len(stack))
+            raise SpeculatorError.no_layer(index, len(stack) - 1)
     taps = {index: _Tap(stack[index]) for index in dict.fromkeys(layers)}
     path = _path_to(model, stack)
     found = _replaced(model, {f"{path}.{index}": tap for index, tap in taps.items()})
@@ -96,7 +94,7 @@ def _path_to(model: nn.Module, wanted: nn.Module) -> str:
 
 
 def _replaced(model: nn.Module, taps: dict[str, _Tap]) -> Any:
-    """`model` with other modules at some paths; every module on the way is a shallow copy."""
+    """`model` with taps at some paths; modules above a tap are shallow copies."""
     made = copy.copy(model)
     made._modules = dict(model._modules)
     below: dict[str, dict[str, _Tap]] = {}

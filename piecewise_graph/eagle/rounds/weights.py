@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from piecewise_graph.errors import AddressMovedError
+import piecewise_graph as pg
 
 
 class Weights:
@@ -21,17 +21,19 @@ class Weights:
         self._held: dict[str, Tensor] = {}
 
     def hold(self) -> None:
-        """Keep the memory of all weights: nobody else may take their addresses while graphs read them."""
+        """Keep the memory of all weights, so that their addresses stay theirs while graphs read them."""
         if not self._held:
             self._held = {name: tensor.detach() for name, tensor in self._tensors()}
 
     def check(self) -> None:
-        """Raises:
-        AddressMovedError: a weight lies elsewhere now, and graphs would read the old one.
+        """Compare the addresses of all weights with those that graphs read.
+
+        Raises:
+            AddressMovedError: a weight lies elsewhere now, and graphs would read the old one.
         """
         for name, tensor in self._tensors() if self._held else ():
             if tensor.data_ptr() != self._held[name].data_ptr():
-                raise AddressMovedError.moved(name)
+                raise pg.errors.AddressMovedError.moved(name)
 
     def drop_graphs(self) -> None:
         """Called by the pool: nothing is captured any more."""

@@ -1,15 +1,14 @@
 """Engine: continuous batching, with and without speculation; a reference to be read, not a server.
 
-Note [One result late]
-A round needs nothing from the host but who takes part: lengths, accepted tokens and hidden states stay on the
-device, in rows of the request table (round_buffers.py). So with `overlap` a step launches its round first and only
-then reads what the round before has found, while the device is busy:
+A round needs only one thing from the host: which requests take part. Lengths, accepted tokens and hidden
+states stay on the device, in rows of the request table (round_buffers.py). So with `overlap` a step launches
+its round first, and reads the result of the round before while the device is busy:
 
     step r      launch round r     |  read the result of round r - 1, hand out its tokens
     device      ... round r - 1    |  round r ...
 
-The host is one round late: it reserves pages for upper bounds (scheduler.py), and a request that ended in
-round r - 1 takes part in round r for nothing; that result is dropped. Nobody's tokens depend on it.
+The host is one round late. It reserves pages for upper bounds (scheduler.py). A request that ended in round
+r - 1 takes part in round r for nothing, and that result is dropped. The tokens do not depend on it.
 
 Source: overlap scheduling of speculative rounds, sglang#9588.
 """
@@ -22,52 +21,43 @@ from contextlib import AbstractContextManager
 
 from ..errors import SpeculatorError
 from ..options import DraftShape, Sampling
-from ..request import Request, check_request, token_ids
+from ..request import Request, token_ids
 from ..rounds.phase_runner import named
-from ..rounds.prefill import Piece, Prefill
-from .in_flight import Launch, fresh
-from .round_choice import RoundChoice
+from ..rounds.prefill import Piece
+from ..rounds.round_launch import Launch
+from .round_store import EngineOptions, RoundStore
 from .scheduler import Scheduler
-from .workshop import Workshop
 
 
 class Engine:
     """Serves requests that come and go. Made by `Speculator.engine`.
 
-    Call `step` while there is anything `unfinished`; `add_request` and `abort` at any time between steps, or
-    from an `on_tokens` callback.
+    Call `step` while anything is `unfinished`. `add_request` and `abort` may be called between steps or from
+    an `on_tokens` callback.
 
     Args:
-        choice: of the rounds.
-        room: tokens beyond its length that a request needs pages for during a round.
-        max_seq_len: of prompt and new tokens together.
-        overlap: read results one step late.
         context: surrounds what runs on the device.
-        claim: raises where another engine has requests: both would take slots for their own.
+        claim: raises if another engine has requests, since both would use the same slots.
     """
 
     def __init__(
         self,
-        workshop: Workshop,
-        prefill: Prefill,
-        choice: RoundChoice,
+        rounds: RoundStore,
+        options: EngineOptions,
         *,
-        room: int,
-        max_seq_len: int,
-        overlap: bool,
         context: Callable[[], AbstractContextManager[None]],
         claim: Callable[[Engine], None],
     ) -> None:
-        self._workshop, self._prefill, self._choice = workshop, prefill, choice
-        self._room, self._max_seq_len = room, max_seq_len
-        self._overlap, self._context, self._claim = overlap, context, claim
-        self._scheduler = Scheduler(workshop.table, room)
-        self._under_way: deque[Launch] = deque()
-        self._news: dict[Request, None] = {}  # who has tokens that `on_tokens` has not seen, in order
-        self._finished: list[Request] = []  # of these, who was told and not returned by `step` yet
+        self._rounds, self._options = rounds, options
+        self._resources, self._prefill = rounds.resources, rounds.prefill
+        self._context, self._claim = context, claim
+        self._scheduler = Scheduler(self._resources.table, self._resources.limits.lookahead)
+        self._in_flight: deque[Launch] = deque()
+        self._unreported: dict[Request, None] = {}  # requests with tokens for `on_tokens`, in order
+        self._finished: list[Request] = []  # reported, and not returned by `step` yet
         self._unfinished: dict[Request, None] = {}
-        self._came = 0
-        self._torn = False  # an exception ended a step: the device may be ahead of the host
+        self._num_requests = 0
+        self._interrupted = False  # an exception ended a step: the device may be ahead of the host
 
     @property
     def unfinished(self) -> int:
@@ -86,13 +76,13 @@ class Engine:
 
     @property
     def preemptions(self) -> int:
-        """How often a request had to give its pages back, and was computed again later."""
+        """How often a request gave its pages back, to be prefilled again later."""
         return self._scheduler.preemptions
 
     @property
-    def decreed(self) -> float | None:
-        """The mean accept length that was decreed; None where the target decides."""
-        return self._choice.decreed
+    def synthetic_accept_length(self) -> float | None:
+        """Mean accept length of synthetic acceptance; None = the target decides."""
+        return self._options.synthetic_accept_length
 
     def add_request(
         self,
@@ -108,19 +98,19 @@ class Engine:
         Args:
             prompt: token ids, at least one.
             sampling: None = greedy.
-            stop: token ids that end it; the one that did is kept as its last token.
-            on_tokens: called from `step` as `on_tokens(request, new_tokens)`; what it raises, `step` raises.
+            stop: token ids that end it; the stop token that ended it is kept as its last token.
+            on_tokens: called from `step` as `on_tokens(request, new_tokens)`; `step` raises what it raises.
 
         Returns:
-            the request; its `tokens` grow, until it is `finished`.
+            the request; its `tokens` grow until it is `finished`.
 
         Raises:
             SpeculatorError: it can never be served, or another engine of the speculator has requests.
-            CacheError: it alone would need more pages than there are.
+            CacheError: it needs more pages than there are.
             AddressMovedError: a weight moved since the graphs that read it were captured.
         """
         request = self.make_request(prompt, max_new_tokens, sampling, stop, on_tokens)
-        self._workshop.weights.check()
+        self._resources.weights.check()
         self.add(request)
         return request
 
@@ -132,26 +122,27 @@ class Engine:
         stop: Sequence[int],
         on_tokens: Callable[[Request, list[int]], None] | None = None,
     ) -> Request:
-        """A request that was checked and not queued."""
+        """Check a request without queueing it."""
+        index, limits = self._num_requests, self._resources.limits
         request = Request(
-            self._came, token_ids(self._came, "prompt", prompt), Sampling() if sampling is None else sampling,
-            max_new_tokens, frozenset(token_ids(self._came, "stop", stop)), on_tokens,
+            index, token_ids(index, "prompt", prompt), Sampling() if sampling is None else sampling,
+            max_new_tokens, frozenset(token_ids(index, "stop", stop)), on_tokens,
         )  # fmt: skip
-        check_request(request, self._workshop.sizes.vocab, self._max_seq_len)
-        self._workshop.table.check_fits(request.limit + self._room)
-        self._came += 1
+        request.check(self._resources.target.vocab_size, limits.max_seq_len)
+        self._resources.table.check_fits(request.limit + limits.lookahead)
+        self._num_requests += 1
         return request
 
     def add(self, request: Request) -> None:
-        """Queue what `make_request` made."""
+        """Queue a request of `make_request`."""
         self._claim(self)
         self._unfinished[request] = None
         self._scheduler.waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """End a request now. It keeps the tokens that it has; what is under way for it is dropped.
+        """End a request now. It keeps its tokens; results in flight are dropped for it.
 
-        Nothing happens to one that is finished.
+        A finished request stays as it is.
 
         Raises:
             SpeculatorError: it is a request of another engine.
@@ -165,128 +156,109 @@ class Engine:
 
     def close(self) -> None:
         """Abort all requests."""
-        self._under_way.clear()
+        self._in_flight.clear()
         for request in list(self._unfinished):
             self.abort(request)
 
     def step(self) -> list[Request]:
-        """Launch what is due, a chunk of prompts, a round of all that run, or both; then read results.
+        """Launch a chunk of prompts, a round of all running requests, or both; then read results.
 
         Returns:
-            the requests that turned out to be finished.
+            the requests that were found to be finished.
 
         Raises:
             SpeculatorError: a phase could not be captured; or an exception ended the step before, and another
                 engine has requests now.
-            Exception: whatever `on_tokens` raises. Nothing is lost: the next step goes on from there, and
-                tells the others first, and returns those that were finished; call it once more where nothing
-                is unfinished. A callback that always raises is ended by `abort`.
+            Exception: whatever `on_tokens` raises. Nothing is lost: the next step goes on from there, reports
+                to the other callbacks first, and returns the requests that were finished. If nothing is
+                unfinished, call it once more for those. `abort` ends a request whose callback always raises.
         """
         with self._context(), named("round"):
-            if self._torn:
-                self._recover()
-            self._torn = True
+            self._recover()
+            self._interrupted = True
             launched = self._launch()
-            self._settle(keep=int(self._overlap and launched))
-            self._torn = False
+            self._settle(keep=int(self._options.overlap and launched))
+            self._interrupted = False
         return self._report()
 
     def rewind(self) -> None:
-        """Put the running requests back to where their prompts ended, for timings that want rounds alike.
+        """Put the running requests back to where their prompts ended, to time the same rounds again.
 
-        Statistics go on, and so do requests that are not running yet. The first draft afterwards begins with
-        the hidden states of the last round, and may be a poor one.
+        Statistics go on, and so do requests that are not running yet. The first draft afterwards starts from
+        the hidden states of the last round, so fewer of its tokens may be accepted.
         """
         with self._context():
+            self._recover()
             self._settle(keep=0)
             for request in self._scheduler.running:
-                del request.tokens[1:]
-                request.drafted, request.reported = request.length, min(request.reported, 1)
-            self._prefill.place(self._scheduler.running)
-
-    # What a step is made of.
+                request.rewind()
+            self._prefill.send_state(self._scheduler.running)
 
     def _launch(self) -> bool:
-        """Send the next step to the device; False where there is nothing to do."""
-        scheduler = self._scheduler
-        while self._under_way and self._under_way[0].result.has_arrived:
-            self._settle(keep=len(self._under_way) - 1)  # the host is the slower one: no need to be late
+        """Send the next step to the device; False if there is nothing to do."""
+        scheduler, max_rows = self._scheduler, self._resources.limits.prefill_rows
+        while self._in_flight and self._in_flight[0].has_arrived:
+            self._settle(keep=len(self._in_flight) - 1)  # the host is the slower one: no need to be late
         if scheduler.is_short():
-            self._settle(keep=0)  # some may be finished
-        scheduler.make_room()
-        self._prefill.place(scheduler.admit())
+            self._settle(keep=0)  # some requests may be finished
+        scheduler.reserve()
+        self._prefill.send_state(scheduler.admit())
         shape = self._choose(scheduler.batch())
         batch = scheduler.batch()  # choosing may have read results
-        rows = self._choice.size(batch) * shape.nodes if batch else 0
-        mixed = bool(batch) and self._may_mix(shape, rows)
-        pieces = scheduler.pieces(self._prefill.most - rows if mixed else self._prefill.most)
-        if pieces and not mixed:
-            self._launch_prompts(pieces)
+        rows = self._rounds.size(batch) * shape.nodes if batch else 0
+        # Prompts share the forwards of a round if at least half of the rows are left for them.
+        shared = bool(batch) and not shape.is_tree and 2 * rows <= max_rows
+        pieces = scheduler.pieces(max_rows - rows if shared else max_rows)
+        if pieces and not shared:
+            chunk = self._prefill.lay_out(pieces)
+            with named("prompts"):
+                launch = self._prefill.launch(chunk)
+            self._launched(launch, pieces)
         if batch:
-            self._launch_round(batch, shape, pieces if mixed else [])
+            made, sharing = self._rounds.round_for(batch, shape, self._options), pieces if shared else []
+            self._launched(made.launch(batch, self._prefill.lay_out(sharing) if sharing else None), sharing)
         return bool(pieces or batch)
 
-    def _may_mix(self, shape: DraftShape, rows: int) -> bool:
-        """Whether prompts may share the forwards of a round, and would find room there."""
-        return not shape.is_tree and 2 * rows <= self._prefill.most
-
-    def _launch_prompts(self, pieces: Sequence[Piece]) -> None:
-        chunk = self._prefill.lay_out(pieces)
-        with named("prompts"):
-            result = self._prefill.launch(chunk)
-        self._launched(Launch(result, started=fresh(chunk)), pieces)
-
-    def _launch_round(self, batch: Sequence[Request], shape: DraftShape, pieces: Sequence[Piece]) -> None:
-        ready = self._workshop.round_for(self._choice.key(batch, shape))
-        if pieces:
-            chunk = self._prefill.lay_out(pieces)
-            result = ready.launch_with(batch, self._prefill, chunk)
-            self._launched(Launch(result, shape, tuple(batch), fresh(chunk)), pieces)
-        else:
-            self._launched(Launch(ready.launch(batch), shape, tuple(batch)), [])
-
     def _launched(self, launch: Launch, pieces: Sequence[Piece]) -> None:
-        self._under_way.append(launch)
         launch.begin()
+        self._in_flight.append(launch)  # after an exception, what is in this queue is read
         self._scheduler.prefilled(pieces)
 
     def _settle(self, *, keep: int) -> None:
-        """Read results until `keep` launches are under way."""
-        while len(self._under_way) > keep:
-            launch = self._under_way[0]
-            launch.read(self._choice.observe)
+        """Read results until `keep` launches are in flight."""
+        while len(self._in_flight) > keep:
+            launch = self._in_flight[0]
+            launch.read(self._options.observe)
             for request in launch.requests:
-                if len(request.tokens) > request.reported:
-                    self._news[request] = None
+                if request.has_news:
+                    self._unreported[request] = None
                 if request.finished:
                     self._release(request)
-            self._under_way.popleft()  # last: after an exception above it is read once more
+            self._in_flight.popleft()  # last: after an exception above it is read once more
 
     def _release(self, request: Request) -> None:
         self._scheduler.release(request)
         self._unfinished.pop(request, None)
 
     def _choose(self, batch: Sequence[Request]) -> DraftShape:
-        """The shape of the next round; a draft that has fallen behind has caught up when this returns."""
+        """The shape of the next round. A draft that was behind has caught up when this returns."""
         if not batch:
-            return self._choice.shapes[0]
-        if self._choice.wants_times(batch):
+            return self._options.shapes[0]
+        if self._rounds.wants_times(batch, self._options):
             self._settle(keep=0)
-            self._choice.time(batch, self._workshop)
-        shape = self._choice.choose(batch)
-        late = [request for request in batch if request.behind] if shape.steps else []
+            self._rounds.time(batch, self._options)
+        shape = self._rounds.choose(batch, self._options)
+        late = [request for request in batch if request.progress.draft_is_behind] if shape.steps else []
         if late:
-            self._settle(keep=0)  # what it missed has to be known
+            self._settle(keep=0)  # the tokens that the draft missed have to be known
             self._prefill.catch_up([request for request in late if not request.finished])
-            for request in late:
-                request.behind = False
         return shape
 
     def _report(self) -> list[Request]:
         """Hand out new tokens; the requests that are finished with them."""
-        while self._news:
-            request = next(iter(self._news))
-            del self._news[request]
+        while self._unreported:
+            request = next(iter(self._unreported))
+            del self._unreported[request]
             if request.finished and not request.aborted:
                 self._finished.append(request)
             request.report()
@@ -294,8 +266,10 @@ class Engine:
         return finished
 
     def _recover(self) -> None:
-        """Go on after an exception: read what was launched whole, and compute all requests from that."""
-        self._claim(self)  # the table is about to be cleared: nobody else's
+        """After an exception, read what was launched whole, and prefill all requests again from there."""
+        if not self._interrupted:
+            return
+        self._claim(self)  # the table is about to be cleared
         self._settle(keep=0)
         self._unfinished = {request: None for request in self._unfinished if not request.finished}
         self._scheduler.restart(list(self._unfinished))

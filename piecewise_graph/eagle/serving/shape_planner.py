@@ -1,18 +1,18 @@
-"""Planner: how much to draft, from what the phases take and from what is accepted.
+"""Planner: how much to draft, from measured times and observed acceptance.
 
-Note [Tokens per second]
-A round of shape s makes `1 + sum over depths d <= S of survival[d]` tokens on average, the bonus among them,
-and takes `draft + verify + extend` seconds. Seconds are measured before the first choice for a batch
-size; survival, the share of rounds that accept depth d, while requests run, for all batch sizes together.
-The shape that makes the most tokens per second runs.
+A round of shape s makes `1 + sum over depths d <= S of survival[d]` tokens on average, the bonus included,
+and takes `draft + verify + extend` seconds. Seconds are measured before the first choice for a batch size.
+Survival is the share of rounds that accept depth d. It is observed while requests run, for all batch sizes
+together. The shape with the most tokens per second runs.
 
-What is not run is not observed. So now and then a round is a probe, given to the shape that has not run for
-the longest time; depths that no round has reached are taken to survive as the deepest that one has; and a
-tree that has never run is taken to lie halfway (geometrically) between the chain and perfection.
+Shapes that do not run are not observed. So a round is now and then a probe: it runs the shape that has not
+run for the longest time. A depth that no round has reached is assumed to survive like the deepest known one.
+A tree that has never run is assumed to lie halfway (geometrically) between the chain and perfect acceptance.
 
-A draft after plain rounds is dear: it first has to read all that it missed, 4 ms on an H200 with a 1B model
-whose round takes 1.2. So while plain decoding is the best, a probe that did worse doubles the time to the
-next one of its kind (all chains are one kind, each tree is its own), and one that did better brings it near.
+A draft after plain rounds is expensive: it first has to read the tokens that it missed, which takes 4 ms on
+an H200 for a 1B model whose round takes 1.2 ms. While plain decoding is fastest, probes back off: each failed
+probe doubles the wait before that kind of draft is tried again (all chains are one kind, each tree is its
+own). A successful probe resets the wait.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from typing import Any
 from ..options import DraftShape
 
 REPLAN_EVERY, PROBE_EVERY, PROBE_AT_LEAST_EVERY = 8, 64, 1024  # rounds
-_PRIOR, _PRIOR_ROUNDS = 0.7, 2.0  # what each depth is taken to keep of the one above it, and how firmly
-_LATE = 2  # rounds after which a probe's round was observed, or never will be
-_MEMORY = 128.0  # rounds after which an observation has lost most of its weight
+_PRIOR, _PRIOR_ROUNDS = (
+    0.7,
+    2.0,
+)  # assumed acceptance of a depth given the one above, and its weight in rounds
+_LATE = 2  # a probe that was not observed after so many rounds never will be
+_MEMORY = 128.0  # rounds in which the weight of an observation falls to 1 / e
 
-Place = tuple[Any, ...]  # the batch size, then whatever else the phases' times depend on
+PlannerKey = tuple[Any, ...]  # the batch size, then whatever else the times of phases depend on
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the planner thinks of one shape at one batch size.
+    """The planner's estimate of one shape at one batch size.
 
     Attributes:
         seconds: of each phase.
@@ -50,17 +53,17 @@ class Estimate:
         return self.rate_of(self.tokens)
 
     def rate_of(self, tokens: float) -> float:
-        """Tokens per second if a round makes so many."""
+        """Tokens per second if a round makes `tokens`."""
         return tokens / sum(self.seconds.values())
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a round, and the numbers behind it. `str()` is for people.
+    """The shape of a round, and the numbers behind the choice. `str()` is for people.
 
     Attributes:
-        estimates: of all shapes, the best first.
-        probe: the shape runs because it has not for long.
+        estimates: of all shapes, the fastest first.
+        probe: the shape runs only because it has not run for long.
     """
 
     shape: DraftShape
@@ -86,13 +89,13 @@ class Planner:
     """Chooses among `shapes`; one planner may serve many engines, and learns from all of them.
 
     Attributes:
-        latest: the latest choice per place: batch size, and what else tells rounds apart.
+        latest: the latest choice per key.
     """
 
     def __init__(self, shapes: Sequence[DraftShape]) -> None:
         self.shapes = tuple(shapes)
-        self.latest: dict[Place, Choice] = {}
-        self._seconds: dict[Place, dict[DraftShape, Mapping[str, float]]] = {}
+        self.latest: dict[PlannerKey, Choice] = {}
+        self._seconds: dict[PlannerKey, dict[DraftShape, Mapping[str, float]]] = {}
         self._seen: dict[DraftShape, _Survival] = {}
         self._last_run = dict.fromkeys(self.shapes, 0)
         self._rounds = 0
@@ -103,33 +106,33 @@ class Planner:
     def __str__(self) -> str:
         return "\n".join(map(str, self.latest.values())) or "nothing was chosen yet"
 
-    def knows(self, place: Place) -> bool:
-        """Whether the phases were measured there."""
-        return place in self._seconds
+    def knows(self, key: PlannerKey) -> bool:
+        """Whether the phases were measured for this key."""
+        return key in self._seconds
 
-    def measure(self, place: Place, seconds: Mapping[DraftShape, Mapping[str, float]]) -> None:
-        """Tell what the phases of every shape take."""
-        self._seconds[place] = dict(seconds)
+    def measure(self, key: PlannerKey, seconds: Mapping[DraftShape, Mapping[str, float]]) -> None:
+        """Set the seconds of the phases of every shape."""
+        self._seconds[key] = dict(seconds)
 
-    def choose(self, place: Place) -> Choice:
+    def choose(self, key: PlannerKey) -> Choice:
         """The shape of the next round."""
-        latest = self.latest.get(place)
+        latest = self.latest.get(key)
         if latest is not None and not latest.probe and self._rounds % REPLAN_EVERY:
             return latest
         estimates = sorted(
-            (Estimate(shape, self._seconds[place][shape], self._tokens(shape)) for shape in self.shapes),
+            (Estimate(shape, self._seconds[key][shape], self._tokens(shape)) for shape in self.shapes),
             key=lambda each: -each.rate,
         )
         shape = estimates[0].shape
         stalest = self._stalest(shape) if self._rounds >= self._next_probe else None
-        choice = Choice(stalest or shape, place[0], tuple(estimates), probe=stalest is not None)
+        choice = Choice(stalest or shape, key[0], tuple(estimates), probe=stalest is not None)
         if choice.probe:
             self._probe, self._next_probe = (choice, self._rounds), self._rounds + PROBE_EVERY
-        self.latest[place] = choice
+        self.latest[key] = choice
         return choice
 
     def observe(self, shape: DraftShape, accept_lengths: Sequence[int]) -> None:
-        """Tell how many tokens each request got from a round of `shape`, bonus included."""
+        """Add a round of `shape`: the accept length of each request, bonus included."""
         self._rounds += 1
         self._last_run[shape] = self._rounds
         if self._probe is not None and self._probe[0].shape == shape:
@@ -141,7 +144,7 @@ class Planner:
                 seen.add(depth, sum(length > depth for length in accept_lengths) / len(accept_lengths))
 
     def _stalest(self, best: DraftShape) -> DraftShape | None:
-        """Of those that a probe is due for, the one that has not run for the longest time."""
+        """The shape that has not run for the longest time, of those that a probe is due for."""
         due = [shape for shape in self.shapes if shape != best and self._is_due(shape, best)]
         return min(due, key=self._last_run.__getitem__, default=None)
 
@@ -153,11 +156,11 @@ class Planner:
         return self._rounds - latest >= self._patience.get(kind, PROBE_EVERY) - REPLAN_EVERY
 
     def _learn_from(self, probe: Choice, chosen_at: int, tokens: float) -> None:
-        """How long the next probe of this kind may wait."""
+        """Set how long the next probe of this kind waits."""
         best = probe.estimates[0]
         probed = next(each for each in probe.estimates if each.shape == probe.shape)
-        is_dear = bool(probed.shape.steps) and not best.shape.steps
-        if not is_dear or self._rounds - chosen_at > _LATE:
+        is_expensive = bool(probed.shape.steps) and not best.shape.steps
+        if not is_expensive or self._rounds - chosen_at > _LATE:
             return
         kind = _kind(probed.shape)
         waited = self._patience.get(kind, PROBE_EVERY)
@@ -173,7 +176,7 @@ class Planner:
         return total
 
     def _conditional(self, shape: DraftShape, depth: int) -> float:
-        """Of the rounds that accept the depth above, the share that accept this one."""
+        """The share of rounds that accept this depth, of those that accept the depth above."""
         own = self._seen.get(_kind(shape))
         if own is not None:
             return own.conditional(depth)
@@ -183,12 +186,12 @@ class Planner:
 
 
 def _kind(shape: DraftShape) -> DraftShape:
-    """Shapes that learn from each other: chains of all lengths."""
+    """A representative of the shapes that share observations: chains of all lengths are one kind."""
     return shape if shape.is_tree else DraftShape(1)
 
 
 class _Survival:
-    """How often each depth was accepted, the latest rounds counting most."""
+    """Acceptance of each depth; recent rounds weigh most."""
 
     def __init__(self, depths: int) -> None:
         self._accepted: list[float] = []
@@ -197,7 +200,7 @@ class _Survival:
         self._grow(depths)
 
     def add(self, depth: int, share: float) -> None:
-        """`share` of a round's requests accepted `depth`."""
+        """Add a round in which `share` of the requests accepted `depth`."""
         self._grow(depth)
         fade = 1 - 1 / _MEMORY
         above = 1.0 if depth == 1 else self._latest_share
@@ -206,12 +209,12 @@ class _Survival:
         self._reached[depth - 1] = self._reached[depth - 1] * fade + above
 
     def conditional(self, depth: int) -> float:
-        """Of those that accepted the depth above; of the deepest known, where none was that deep."""
+        """Share of those that accepted the depth above; of the deepest known depth if none was as deep."""
         index = min(depth, len(self._reached)) - 1
         return self._accepted[index] / self._reached[index]
 
     def _grow(self, depths: int) -> None:
-        """New depths begin with the prior, worth a few rounds."""
+        """New depths start with the prior."""
         missing = depths - len(self._reached)
         self._accepted += [_PRIOR * _PRIOR_ROUNDS] * missing
         self._reached += [_PRIOR_ROUNDS] * missing

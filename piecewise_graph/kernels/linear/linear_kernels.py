@@ -1,9 +1,9 @@
-"""Linear layers of a few rows: kernels that do little else than read the weight.
+"""Linear layers of a few rows: kernels that spend most of their time reading the weight.
 
 Note [Splits are summed by the reader]
-Where a weight has too few rows to occupy the device, the columns are cut into `SPLITS` parts, each with a
-result of its own in float32. Their sum is left to the graph around the op, where Inductor makes it part of
-whatever reads the result.
+If a weight has too few rows to occupy the device, its columns are cut into `SPLITS` parts, each with its own
+result in float32. The graph around the op sums them, and Inductor fuses the sum into the kernel that reads
+the result.
 """
 
 import triton
@@ -78,8 +78,8 @@ def few_rows(
 ):
     """The same for `x [tokens, COLUMNS]` and `out [SPLITS, tokens, rows]`, at most BLOCK_M tokens.
 
-    The weight stands left in the matrix product: its rows fill a tensor core's longer side, tokens the
-    shorter one.
+    The weight is the left operand of the matrix product: its rows fill the longer side of a tensor core,
+    tokens the shorter one.
     """
     PART: tl.constexpr = (COLUMNS + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     split = tl.program_id(1)

@@ -9,33 +9,33 @@ from torch import Tensor
 from torch.nn import functional
 
 from piecewise_graph.kernels.launch import kernels_serve
-from piecewise_graph.kernels.linear.plans import Plan
+from piecewise_graph.kernels.linear.kernel_configs import KernelConfig
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
-_library.define("linear_few(Tensor x, Tensor weight, Tensor? bias, int[] plan) -> Tensor")
+_library.define("linear_few(Tensor x, Tensor weight, Tensor? bias, int[] config) -> Tensor")
 
 
-def linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Sequence[int]) -> Tensor:
-    """`torch.nn.functional.linear(x, weight, bias)`, by the kernel that `plan` describes.
+def linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, config: Sequence[int]) -> Tensor:
+    """`torch.nn.functional.linear(x, weight, bias)`, by the kernel that `config` describes.
 
     Args:
         x: `[..., columns]`, at most 64 rows in all.
         weight: `[rows, columns]`, contiguous, dtype of x (bfloat16 or float16 on a GPU).
         bias: `[rows]` or None.
-        plan: fields of `Plan`; empty = the library's kernel, which Inductor then leaves alone.
+        config: fields of `KernelConfig`; empty = the library's kernel, which Inductor then leaves alone.
 
     Returns:
         `[..., rows]` in x's dtype; with several splits float32 `[splits, ..., rows]`, to be summed.
     """
-    return torch.ops.piecewise.linear_few(x, weight, bias, list(plan))
+    return torch.ops.piecewise.linear_few(x, weight, bias, list(config))
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Sequence[int]) -> Tensor:
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, config: Sequence[int]) -> Tensor:
     """The same in torch."""
-    splits = Plan(*plan).splits if plan else 1
+    splits = KernelConfig(*config).splits if config else 1
     if splits == 1:
         return functional.linear(x, weight, bias)
-    block = splits * Plan(*plan).block_k
+    block = splits * KernelConfig(*config).block_k
     part = -(-x.shape[-1] // block) * block // splits
     parts = [
         functional.linear(x[..., start : start + part].float(), weight[:, start : start + part].float())
@@ -46,20 +46,20 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Sequence[int
     return torch.stack(parts)
 
 
-def _linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, plan: list[int]) -> Tensor:
-    if not plan or not kernels_serve(x):
-        return reference(x, weight, bias, plan)
+def _linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int]) -> Tensor:
+    if not config or not kernels_serve(x):
+        return reference(x, weight, bias, config)
     from piecewise_graph.kernels.linear import linear_launch
 
-    return linear_launch.linear_few(x, weight, bias, Plan(*plan))
+    return linear_launch.linear_few(x, weight, bias, KernelConfig(*config))
 
 
 _library.impl("linear_few", _linear_few, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("piecewise::linear_few", lib=_library)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, plan: list[int]) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int]) -> Tensor:
     shape = [*x.shape[:-1], weight.shape[0]]
-    if not plan or Plan(*plan).splits == 1:
+    if not config or KernelConfig(*config).splits == 1:
         return x.new_empty(shape)
-    return x.new_empty([Plan(*plan).splits, *shape], dtype=torch.float32)
+    return x.new_empty([KernelConfig(*config).splits, *shape], dtype=torch.float32)

@@ -1,0 +1,56 @@
+"""What can be wrong with the options of a command: what happened, where, what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from piecewise_graph.errors import PiecewiseError
+
+
+class CommandError(PiecewiseError, ValueError):
+    """Options that no command can run with."""
+
+    @classmethod
+    def no_model(cls, path: str, error: Exception) -> CommandError:
+        return cls(
+            f"the model {path!r} cannot be used: {_first_line(error)}",
+            "pass the directory, or the hub id, of a causal LM with its tokenizer.",
+        )
+
+    @classmethod
+    def no_default_model(cls) -> CommandError:
+        return cls(
+            "the repository's model (benchmarks/models/byte-llama) is not here.",
+            "name one: --model DIR_OR_HUB_ID.",
+        )
+
+    @classmethod
+    def no_dtype(cls, name: str) -> CommandError:
+        return cls(
+            f"dtype {name!r} cannot be used: torch has no such floating-point type.",
+            "pass float32 or bfloat16.",
+        )
+
+    @classmethod
+    def no_device(cls, name: str, error: Exception) -> CommandError:
+        return cls(
+            f"device {name!r} cannot be used: {_first_line(error)}",
+            "pass cpu, or cuda where there is a GPU.",
+        )
+
+    @classmethod
+    def no_folder(cls, option: str, file: Path) -> CommandError:
+        return cls(
+            f"{option} {file} cannot be written: its folder does not exist.", "make it, or name another file."
+        )
+
+    @classmethod
+    def no_tokenizer(cls, file: str) -> CommandError:
+        return cls(
+            f"--prompts {file} cannot be encoded: a model with random weights has no tokenizer.",
+            "pass --model DIR, or --prompts random.",
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,122 @@
+"""The models that commands run: loaded, or made with random weights."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import piecewise_graph as pg
+from piecewise_graph.bench.setting import Setting
+from piecewise_graph.eagle.head.checkpoints import load_draft
+from piecewise_graph.eagle.head.random_models import MODEL_SHAPES, random_draft, random_model
+from piecewise_graph.eagle.speculator import Speculator
+
+from .errors import CommandError
+
+_SMALL = 100_000_000  # parameters up to which float32 costs nothing and makes agreement exact
+
+
+@dataclass(frozen=True)
+class Served:
+    """What `bench serving` serves.
+
+    Attributes:
+        encode: text to tokens; None without a tokenizer.
+    """
+
+    speculator: Speculator
+    vocab_size: int
+    encode: Callable[[str], Sequence[int]] | None
+
+
+def load_model(path: str, attention: str, dtype: str | None, device: str) -> tuple[Any, Any]:
+    """(tokenizer, causal LM); without a dtype the model's own, or float32 if the model is small.
+
+    Args:
+        attention: transformers' name of the implementation, such as "sdpa" or "piecewise".
+
+    Raises:
+        CommandError: no such model, dtype or device.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    pg.register_attention()
+    wanted, where = _dtype(dtype) if dtype else "auto", _device(device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=wanted)
+    except (OSError, ValueError) as error:
+        raise CommandError.no_model(path, error) from error
+    if not dtype and sum(p.numel() for p in model.parameters()) <= _SMALL:
+        model = model.float()
+    return tokenizer, model.to(where).eval()
+
+
+def default_model() -> str:
+    """The trained model of a source checkout.
+
+    Raises:
+        CommandError: it is not there.
+    """
+    for root in (Path.cwd(), Path(__file__).resolve().parents[2]):
+        path = root / "benchmarks" / "models" / "byte-llama"
+        if path.is_dir():
+            return str(path)
+    raise CommandError.no_default_model()
+
+
+def make_served(options: argparse.Namespace, settings: Sequence[Setting]) -> Served:
+    """One speculator for all `settings` of `bench serving`."""
+    encode = None
+    if options.model:
+        tokenizer, target = load_model(options.model, "piecewise", options.dtype, options.device)
+        encode = _encoder(tokenizer)
+    else:
+        pg.register_attention()
+        torch.manual_seed(options.seed)
+        shape, dtype = MODEL_SHAPES[options.random_weights], _dtype(options.dtype or "bfloat16")
+        target = random_model(shape, _device(options.device), "piecewise", dtype)
+    draft: Any = load_draft(options.draft, target) if options.draft else None
+    if options.random_draft:
+        draft = random_draft(target, options.random_draft)
+    compiled = {"compiler": options.compiler, "specialize": list(options.specialize)}
+    speculator = Speculator(
+        target,
+        draft,
+        shapes=[shape for setting in settings for shape in setting.shapes(options.page_size)],
+        max_requests=max(options.concurrency),
+        max_seq_len=options.input_len + options.output_len,
+        page_size=options.page_size,
+        num_pages=options.num_pages,
+        batch_sizes=options.batch_sizes,
+        graphs={"prefill": options.prefill} if options.prefill else {},
+        prefill_rows=options.prefill_rows,
+        options=compiled | {"merge_linears": options.merge_linears},
+        draft_options=compiled,
+    )
+    return Served(speculator, target.get_input_embeddings().weight.shape[0], encode)
+
+
+def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+    return lambda text: tokenizer(text, add_special_tokens=False).input_ids
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise CommandError.no_dtype(name)
+    return found
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CommandError.no_device(name, error) from error
+    return device

@@ -1,0 +1,192 @@
+"""Dynamo's graph -> Program: merge, split and compile, then derive what dispatch and capture need to know."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from piecewise_graph import _torch
+from piecewise_graph.compiler.program import Program
+from piecewise_graph.compiler.segments import CompiledSegment, compile_split
+from piecewise_graph.compiler.specialize import specialized
+from piecewise_graph.config import PiecewiseConfig
+from piecewise_graph.errors import LeakWarning
+from piecewise_graph.sizes import ShapeContract, relaxed_range
+from piecewise_graph.splitter.merge_linears import merge_linears
+from piecewise_graph.splitter.merged_weights import Merge
+from piecewise_graph.splitter.split import Unsplittable, split
+from piecewise_graph.splitter.split_graph import Ref, SegmentStep, SplitGraph, references
+from piecewise_graph.splitter.splitting_ops import bind_arguments, written_arguments
+
+
+def build_program(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    config: PiecewiseConfig,
+    compiled: dict[str, CompiledSegment],
+) -> Program | str:
+    """The program of one trace, or the reason why the trace must be compiled as one graph.
+
+    Args:
+        gm: the graph that Dynamo traced.
+        example_inputs: its arguments; with `merge_linears` its parameters are moved.
+        compiled: structures by key, shared by the traces of one model; grows here.
+    """
+    reason = _keeps_whole(gm, example_inputs)
+    if reason is not None:
+        return reason
+    merged, merge = merge_linears(gm, example_inputs) if config.merge_linears else (gm, Merge())
+    try:
+        graph = split(merged)
+    except Unsplittable as cut:
+        return cut.reason
+    for op in graph.leaks:
+        warnings.warn(LeakWarning.inside_segment(op), stacklevel=2)
+    segments = compile_split(graph, config.compiler, compiled, config.cache_dir)
+    symbols = _symbols(graph)
+    token = symbols[0] if len(symbols) == 1 else None
+    derived = any(graph.spec(slot).is_derived(token) for slot in graph.slots_outside_segments())
+    contract = _contract(gm, graph, symbols)
+    program = Program(
+        graph,
+        segments,
+        contract,
+        token,
+        None if contract.symbols else _static_tokens(graph),
+        _device(graph),
+        _last_use(graph, segments),
+        _blocked(graph, segments, example_inputs, symbols),
+        "derived_size" if derived else None,
+        merge,
+    )
+    return specialized(program, example_inputs, config, compiled)
+
+
+def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
+    """Why a trace must be compiled as one graph."""
+    tensors = [x for x in example_inputs if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "grad_enabled"
+    switch = _torch.grad_mode_function()
+    turns_on = any(node.target is switch and node.args == (True,) for node in gm.graph.nodes)
+    if turns_on and not torch.is_grad_enabled():
+        return "grad_enabled_inside"
+    if not all(map(_torch.is_plain_tensor, tensors)):
+        return "tensor_subclass"
+    kinds = {x.device.type for x in tensors if torch.amp.is_autocast_available(x.device.type)}
+    return "autocast" if any(map(torch.is_autocast_enabled, kinds)) else None
+
+
+def _symbols(graph: SplitGraph) -> list[sympy.Symbol]:
+    """Size symbols of the arguments, in order of appearance."""
+    shapes = ((given.symbol,) if given.spec is None else given.spec.shape for given in graph.inputs)
+    sizes = (size for shape in shapes for size in shape if size is not None)
+    return list(dict.fromkeys(found for size in sizes for found in sorted(size.free_symbols, key=str)))
+
+
+def _contract(gm: GraphModule, graph: SplitGraph, symbols: Sequence[sympy.Symbol]) -> ShapeContract:
+    shape_env = _torch.shape_env_of(gm)
+    dims = [
+        (index, dim, size)
+        for index, spec in graph.activations
+        for dim, size in enumerate(spec.shape)
+        if size.free_symbols
+    ]
+    sources: dict[sympy.Symbol, tuple[int, int | None]] = {
+        given.symbol: (index, None) for index, given in enumerate(graph.inputs) if given.symbol is not None
+    }
+    sources.update((size, (index, dim)) for index, dim, size in reversed(dims) if size.is_Symbol)
+    known = [symbol for symbol in symbols if symbol in sources]
+    guards = _torch.shape_guards(shape_env) if shape_env is not None else ()
+    return ShapeContract(
+        tuple(known),
+        tuple(sources[symbol] for symbol in known),
+        tuple(dims),
+        tuple(guard for guard in guards if guard.free_symbols <= set(known)),
+        tuple(relaxed_range(_torch.value_range(shape_env, symbol)) for symbol in known),
+        tuple(given.name for given in graph.inputs),
+    )
+
+
+def _static_tokens(graph: SplitGraph) -> int:
+    """Token count of a trace of fixed shapes, for max_tokens and reports: its longest activation.
+
+    The last dimension of a float activation holds features; integer ones (ids, positions) have none.
+    """
+    specs = [spec for _, spec in graph.activations]
+    integer = [spec.shape for spec in specs if not spec.dtype.is_floating_point]
+    floating = [spec.shape[: max(len(spec.shape) - 1, 1)] for spec in specs]
+    return max((int(size) for shape in integer or floating for size in shape[:2]), default=1)
+
+
+def _device(graph: SplitGraph) -> torch.device:
+    devices = [given.spec.device for given in graph.inputs if given.spec is not None]
+    return next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.device("cpu"))
+
+
+def _last_use(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> dict[int, int]:
+    """Last reader of every slot, where a view keeps what it views alive."""
+    steps = graph.steps
+    last = dict.fromkeys(references(graph.outputs), len(steps))
+    for index in reversed(range(len(steps))):
+        step = steps[index]
+        until = index
+        if isinstance(step, SegmentStep):
+            read = references(step.inputs)
+            facts = segments[step.index].facts
+            if facts.entangled_outputs or not facts.computes:
+                until = max([index, *(last.get(slot, index) for slot in step.outputs)])
+        else:
+            read = [slot for call in step.calls for slot in references((call.args, call.kwargs))]
+        for slot in read:
+            last[slot] = max(last.get(slot, until), until)
+    return last
+
+
+def _blocked(
+    graph: SplitGraph,
+    segments: Mapping[int, CompiledSegment],
+    example_inputs: Sequence[Any],
+    symbols: Sequence[sympy.Symbol],
+) -> str | None:
+    """Why no call of a trace can be replayed; it runs its compiled segments instead."""
+    facts = [segment.facts for segment in segments.values()]
+    if len(symbols) > 1:
+        return "second_dynamic_dimension"
+    if symbols and not any(given.spec and given.spec.token_dims(symbols[0]) for given in graph.inputs):
+        return "no_token_dimension"
+    if len({x.device for x in example_inputs if isinstance(x, Tensor)}) > 1:
+        return "mixed_devices"
+    if any(fact.host_sync for fact in facts):
+        return "data_dependent"
+    if any(fact.random for fact in facts):
+        return "random_numbers"
+    return "writes_an_input" if _writes_an_input(graph, segments) else None
+
+
+def _writes_an_input(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> bool:
+    """A segment writes an argument, or an op writes one that replays would copy.
+
+    Ops may write tensors that are bound by address (a KV cache in a module's buffer): they get the real one.
+    """
+    by_segments = [
+        item.slot
+        for step in graph.segments
+        for index in segments[step.index].facts.written
+        if isinstance(item := step.inputs[index], Ref)
+    ]
+    by_ops = [
+        slot
+        for call in graph.op_calls
+        for name, value in bind_arguments(call.target, call.args, call.kwargs)
+        if name in written_arguments(call.target)
+        for slot in references(value)
+    ]
+    copied = any(not given.bound for given in graph.arguments_sharing_storage(by_ops))
+    return copied or bool(graph.arguments_sharing_storage(by_segments))

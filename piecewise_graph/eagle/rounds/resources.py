@@ -1,0 +1,96 @@
+"""Resources: what all rounds of a speculator share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import piecewise_graph as pg
+from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
+
+from ..options import Limits
+from .round_buffers import FEATURE_RING, STATE, Buffers, allocate
+from .round_models import Models
+from .target import TargetModel
+from .weights import Weights
+
+RING_TOKENS = 64  # features of plain rounds that are kept, for a draft that has to catch up
+_PREFILL_SIZES = (1, 8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Models, caches, the request table, and what requests carry from round to round.
+
+    Attributes:
+        target: the module behind `models.target`.
+        draft_cache: None without a draft.
+        state: `STATE` of round_buffers.py, by row of the request table.
+        pool: memory and stream of all graphs.
+    """
+
+    limits: Limits
+    target: TargetModel
+    models: Models
+    cache: PagedKVCache
+    draft_cache: PagedKVCache | None
+    table: RequestTable
+    state: Buffers
+    pool: pg.GraphPool
+    weights: Weights
+
+    @classmethod
+    def make(
+        cls,
+        model: Any,
+        draft: Any,
+        limits: Limits,
+        options: Mapping[str, Any],
+        draft_options: Mapping[str, Any],
+    ) -> Resources:
+        """Allocate everything that does not depend on a round; nothing is compiled yet."""
+        config = None if draft is None else draft.config
+        target = TargetModel(model, None if config is None else config.feature_layers)
+        dtype, device = next(model.parameters()).dtype, torch.device(model.device)
+        paged: dict[str, Any] = {
+            "num_pages": limits.num_pages, "page_size": limits.page_size, "dtype": dtype, "device": device,
+        }  # fmt: skip
+        cache = PagedKVCache.for_model(model.config, **paged)
+        draft_cache = config and PagedKVCache(
+            num_layers=config.num_layers, kv_heads=config.kv_heads, head_dim=config.head_dim, **paged
+        )
+        table = RequestTable.for_cache(
+            cache, max_requests=limits.max_requests, max_seq_len=limits.table_tokens
+        )
+        letters = {"R": limits.max_requests + 1, "F": target.feature_size, "G": RING_TOKENS}
+        letters |= {"H": config.hidden_size, "D": config.draft_vocab_size} if config else {"H": 1, "D": 1}
+        may_fall_behind = draft is not None and any(not shape.steps for shape in limits.shapes)
+        fields = STATE + (FEATURE_RING if may_fall_behind else ())
+        state = allocate(fields, letters, dtype=dtype, device=device)
+        pool = pg.GraphPool()
+        models = Models.make(
+            target, draft, _row_counts(limits), {**options, "pool": pool}, {**draft_options, "pool": pool}
+        )
+        weights = Weights({"target": target} | ({} if draft is None else {"draft": draft}))
+        pool.join(device, weights)
+        return cls(limits, target, models, cache, draft_cache, table, state, pool, weights)
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.device
+
+
+def _row_counts(limits: Limits) -> dict[str, list[int]]:
+    """Row counts of each model's forwards that may be captured."""
+    prefill = [size for size in _PREFILL_SIZES if size <= limits.prefill_rows]
+    verified = {size * shape.nodes for shape in limits.shapes for size in limits.batch_sizes}
+    branches = {size * shape.topk for shape in limits.shapes for size in limits.batch_sizes}
+    return {
+        "target": sorted({*verified, *prefill}),
+        "extend": sorted({*verified, *prefill}),
+        "step": sorted(branches),
+        "head": sorted({*branches, *limits.batch_sizes}),
+    }

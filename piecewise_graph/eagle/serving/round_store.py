@@ -1,0 +1,131 @@
+"""RoundStore: the rounds of a speculator, and which of them serves a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..options import DraftShape
+from ..request import Request
+from ..rounds.phase_runner import PhaseRunner
+from ..rounds.phases import FILTERED, GREEDY, SAMPLED, Phases
+from ..rounds.prefill import Prefill
+from ..rounds.round import Round
+from ..rounds.round_launch import Observer
+from ..rounds.round_tensors import RoundTensors
+from ..rounds.synthetic import Synthetic
+from .shape_planner import Planner, PlannerKey
+
+GraphModes = tuple[tuple[str, str], ...]  # (phase, graph mode) of each
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How all rounds of one engine run.
+
+    Attributes:
+        planned: the shape of every round, or a planner that chooses before each.
+        synthetic: synthetic acceptance of each shape; empty = the target decides.
+        overlap: read results one step late.
+    """
+
+    planned: DraftShape | Planner
+    graphs: GraphModes
+    synthetic: dict[DraftShape, Synthetic]
+    overlap: bool
+
+    @property
+    def shapes(self) -> tuple[DraftShape, ...]:
+        """All shapes that may be chosen."""
+        return self.planned.shapes if isinstance(self.planned, Planner) else (self.planned,)
+
+    @property
+    def observe(self) -> Observer | None:
+        """The planner's observer; None without a planner."""
+        return self.planned.observe if isinstance(self.planned, Planner) else None
+
+    @property
+    def synthetic_accept_length(self) -> float | None:
+        """Mean accept length of synthetic acceptance, of the longest draft that may run; None without it."""
+        longest = max(self.synthetic, key=lambda shape: shape.steps, default=None)
+        return None if longest is None else self.synthetic[longest].accept_length
+
+
+class RoundStore:
+    """Makes and captures rounds when they are first asked for, and keeps them.
+
+    Args:
+        prefill: holds the resources of all rounds.
+
+    Attributes:
+        made: the rounds so far.
+    """
+
+    def __init__(self, prefill: Prefill) -> None:
+        self.prefill, self.resources = prefill, prefill.resources
+        self.made: dict[Any, Round] = {}
+
+    def size(self, requests: Sequence[Request]) -> int:
+        """Requests of the round that serves these, padding included."""
+        return next(size for size in self.resources.limits.batch_sizes if size >= len(requests))
+
+    def choose(self, requests: Sequence[Request], options: EngineOptions) -> DraftShape:
+        """The shape of the next round; a planner must not want times."""
+        planned = options.planned
+        return planned.choose(self._key(requests, options)).shape if isinstance(planned, Planner) else planned
+
+    def wants_times(self, requests: Sequence[Request], options: EngineOptions) -> bool:
+        """Whether a planner must time the phases before it can choose a round for these requests."""
+        planned = options.planned
+        return isinstance(planned, Planner) and not planned.knows(self._key(requests, options))
+
+    def time(self, requests: Sequence[Request], options: EngineOptions) -> None:
+        """Time the phases of all shapes. Nothing else may be in flight."""
+        assert isinstance(options.planned, Planner)
+        rounds = {shape: self.round_for(requests, shape, options) for shape in options.shapes}
+        seconds = {shape: each.seconds() for shape, each in rounds.items()}
+        options.planned.measure(self._key(requests, options), seconds)
+
+    def round_for(self, requests: Sequence[Request], shape: DraftShape, options: EngineOptions) -> Round:
+        """The round that serves these requests with this shape."""
+        size, rule = self.size(requests), _rule(requests)
+        return self.get(shape, size, rule, options.graphs, options.synthetic.get(shape))
+
+    def get(
+        self,
+        shape: DraftShape,
+        size: int,
+        rule: str,
+        graphs: GraphModes,
+        synthetic: Synthetic | None = None,
+    ) -> Round:
+        """A round, made and captured if it is new."""
+        key = shape, size, rule, graphs, synthetic
+        if key not in self.made:
+            self.made[key] = self._make(*key)
+        return self.made[key]
+
+    def _make(
+        self, shape: DraftShape, size: int, rule: str, graphs: GraphModes, synthetic: Synthetic | None
+    ) -> Round:
+        tensors = RoundTensors.make(self.resources, shape, size, sampled=rule != GREEDY)
+        phases = Phases(self.resources, tensors, rule, synthetic)
+        bodies: dict[str, Callable[[str], None]] = {"draft": phases.draft, "verify": phases.verify}
+        if shape.steps:
+            bodies["extend"] = phases.extend
+        modes, pool = dict(graphs), self.resources.pool
+        runners = [PhaseRunner(name, body, modes[name], pool) for name, body in bodies.items()]
+        made = Round(phases, runners, self.prefill)
+        made.prepare()
+        return made
+
+    def _key(self, requests: Sequence[Request], options: EngineOptions) -> PlannerKey:
+        return self.size(requests), _rule(requests), options.graphs
+
+
+def _rule(requests: Sequence[Request]) -> str:
+    """The cheapest rule that serves these requests; a greedy one among sampled ones stays greedy."""
+    if any(request.sampling.filtered for request in requests):
+        return FILTERED
+    return GREEDY if all(request.sampling.greedy for request in requests) else SAMPLED

@@ -1,0 +1,52 @@
+"""How a linear layer of a few rows may be computed: the candidates that are measured against each other."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MAX_TOKENS = 64
+
+
+class KernelConfig(NamedTuple):
+    """Blocks and launch of a kernel; an op takes it as a list of integers, empty = the library's kernel.
+
+    Attributes:
+        block_n: rows of the weight per program.
+        block_k: columns per step.
+        splits: parts into which the columns are cut (Note [Splits are summed by the reader]).
+        warps: of 32 threads, per program.
+        stages: loads in flight, of the kernel for several tokens.
+        trigger: let dependents start early (Note [Dependent launches] in dependent.py).
+    """
+
+    block_n: int
+    block_k: int
+    splits: int
+    warps: int
+    stages: int
+    trigger: int = 1
+
+    @property
+    def name(self) -> str:
+        """Its fields as text, by which measured times are kept."""
+        return " ".join(map(str, self))
+
+
+_ONE_ROW = [KernelConfig(1, k, 1, warps, 1) for k in (2048, 1024) for warps in (8, 4)]
+_ONE_ROW += [KernelConfig(1, 512, splits, warps, 1) for splits, warps in ((1, 4), (4, 4), (4, 8))]
+_ONE_ROW += [KernelConfig(4, 512, 4, 4, 1)]
+_FEW_ROWS = [KernelConfig(64, 128, splits, 4, s) for splits, s in ((1, 3), (1, 5), (2, 5), (4, 3), (4, 5))]
+_FEW_ROWS += [KernelConfig(128, 128, *rest) for rest in ((1, 8, 3), (1, 4, 5), (2, 4, 5))]
+
+
+def candidates(tokens: int, rows: int, columns: int) -> list[KernelConfig]:
+    """Configurations that can serve `x [tokens, columns]` and `weight [rows, columns]`, likely ones only."""
+    known = _ONE_ROW if tokens == 1 else _FEW_ROWS if tokens <= MAX_TOKENS else []
+    fitting = (c for c in known if c.block_k * c.splits <= columns and c.block_n <= rows)
+    return [c for c in fitting if c.splits == 1 or rows // c.block_n * c.splits <= 16384]
+
+
+def is_config(text: str) -> bool:
+    """Whether `text` is the name of one of the candidates."""
+    known = (*_ONE_ROW, *_FEW_ROWS)
+    return any(text == config._replace(trigger=t).name for config in known for t in (0, 1))

@@ -1,0 +1,86 @@
+"""What to do about each reason that `pg.counters` and `pg.explain` name.
+
+The tables in `piecewise_graph/README.md` say what each one means.
+"""
+
+from __future__ import annotations
+
+_REPLACED = "none needed: it was compiled again and the file replaced"
+_ONE_SEGMENT = "move the cut: keep producer and consumer between the same two splitting ops"
+_ROWS = "compute it outside of the model, or use sizes that are capture sizes"
+_OWN_FOLDER = "give cache_dir a private folder: chmod 700, owned by the user of the process"
+_NO_CACHE = "none needed: the segment is compiled in every process"
+_NO_MERGE = "none needed: these linears run one by one"
+
+REMEDIES = {
+    # the model or the call stays outside of graphs
+    "a_symbolic_float_crosses_a_cut": "make the number a tensor, or compute it where it is used",
+    "a_tuple_crosses_a_cut": "let the splitting op return tensors or a flat tuple of them, unpacked at once",
+    "above_max_tokens": "raise max_tokens, or split the batch",
+    "an_effect_crosses_a_cut": _ONE_SEGMENT,
+    "autocast": "call the model outside of torch.autocast, with weights in the dtype that it should use",
+    "autocast_region_crosses_a_cut": "end torch.autocast before the splitting op, and enter it again after",
+    "bucket_outside_trace": "add a capture size inside the range that pg.explain prints for the trace",
+    "capture_failed": "read the failure in pg.explain; after mending it, pg.reset() captures again",
+    "captured_by_caller": "none needed; call the model once before you capture around it",
+    "cuda_graphs_off": "compile with cuda_graphs='auto'",
+    "data_dependent": "keep .item() and branches on values outside of the model, or in a splitting op",
+    "data_dependent_size": "keep nonzero() and boolean masks outside of the model, or in a splitting op",
+    "grad_enabled": "call it under torch.no_grad() or torch.inference_mode()",
+    "grad_enabled_inside": "remove torch.enable_grad() from the model's forward",
+    "mixed_devices": "keep weights and inputs on one device",
+    "nested_forward": "give the inner model, or the other thread, a GraphPool of its own",
+    "no_token_dimension": "name the dimension that counts tokens: pg.compile(model, token_dim=...)",
+    "no_tokens": "skip the call when there is nothing to run",
+    "not_captured": "capture it before serving: pg.capture(..., sizes=...)",
+    "not_traced_by_dynamo": "look for torch.compiler.disable or the recompile limit (TORCH_LOGS=recompiles)",
+    "op_not_capturable": "register the op with capturable=True, if it may be captured",
+    "over_budget": "raise max_graph_bytes, or choose fewer or smaller capture_sizes",
+    "random_numbers": "call model.eval(), or draw the numbers outside and pass them in",
+    "second_dynamic_dimension": "flatten requests to [1, tokens], or keep the batch size the same",
+    "splitting_op_inside_higher_order_op": "call the op outside of checkpoint, cond, map and the like",
+    "tensor_subclass": "pass plain tensors, and load plain weights",
+    "writes_an_input": "return the new value, or write a buffer of the module in a splitting op",
+    # a segment runs at the exact number of tokens
+    "derived_size": _ROWS,
+    "mixes_tokens": _ROWS,
+    "padding_unproven": "capture with pg.capture on inputs that differ from token to token",
+    "proof_failed": "let the segment run at half the bucket too, or use sizes that are capture sizes",
+    "size_is_a_number": "pass the number as a tensor, or use sizes that are capture sizes",
+    # cache_dir
+    "checksum": _REPLACED,
+    "foreign": _REPLACED,
+    "load_failed": _REPLACED,
+    "other_key": _REPLACED,
+    "sizes": _REPLACED,
+    "truncated": _REPLACED,
+    "file_of_another_user": _OWN_FOLDER,
+    "file_writable_by_others": _OWN_FOLDER,
+    "folder_of_another_user": _OWN_FOLDER,
+    "folder_writable_by_others": _OWN_FOLDER,
+    "no_file": "remove the link or folder of that name from cache_dir",
+    "no_file_owners": "leave cache_dir out: this system does not say who owns a file",
+    "unreadable": "give the process the right to read cache_dir",
+    "unwritable": "give the process the right to write to cache_dir, and room on the disk",
+    "holds_objects": _NO_CACHE,
+    "not_opaque": _NO_CACHE,
+    "not_serializable": _NO_CACHE,
+    "python_function": _NO_CACHE,
+    "sizes_elsewhere": _NO_CACHE,
+    "unnamed_object": _NO_CACHE,
+    # merge_linears
+    "inference_tensor": "load the model outside of torch.inference_mode()",
+    "no_room": "free memory: one group's weights exist twice for a moment",
+    "shared_storage": "drop what else holds it: a kept state_dict, a tied weight, other graphs",
+    "strided_output": _NO_MERGE,
+    "unaligned": _NO_MERGE,
+    "weight_read_elsewhere": _NO_MERGE,
+    "weight_used_twice": _NO_MERGE,
+    # specialize
+    "differs": "none needed: the code for all sizes serves this one",
+}
+
+
+def remedy(reason: str) -> str:
+    """What to do about `reason`; where it is free text (an exception), that is all there is to go by."""
+    return REMEDIES.get(reason, "mend what it says")

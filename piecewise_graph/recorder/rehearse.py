@@ -1,0 +1,208 @@
+"""One uncaptured forward before a capture: it answers the call, proves padding, and warms the kernels up.
+
+Note [Rehearsal]
+A capture executes nothing, so it needs no live data, but three things must have happened before it: every
+kernel of the bucket ran once (loading a module or growing a workspace is not allowed in a capture), every
+distinct segment was shown to tolerate padding, and every splitting op did what its schema and fake say.
+The rehearsal does all three in one forward. Splitting ops run exactly once in it, so that a KV cache is not
+written twice. The outputs of the rehearsal are the answer of the call.
+
+Note [The padded forward]
+A batch prepared for full graphs describes all rows of the bucket, padding included. Its ops therefore always
+receive padded rows, even when no graph runs: at the first call of a bucket, or after a failed capture. Such a
+call runs the segments one by one on padded inputs. A segment that must not be padded runs on the live rows,
+and its results are padded again. Where that is impossible (results that are views of one another), the
+forward begins anew at its exact size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from piecewise_graph import _torch
+from piecewise_graph.compiler.program import run_steps
+from piecewise_graph.compiler.segments import CompiledSegment
+from piecewise_graph.errors import SplittingOpError
+from piecewise_graph.recorder.padding import UNPROVEN, Trial, padding_reason, probe_size
+from piecewise_graph.recorder.static_buffers import narrow
+from piecewise_graph.recorder.workspace import Workspace
+from piecewise_graph.sizes import evaluate, overwrite
+from piecewise_graph.splitter.split_graph import OpCall, Ref, SegmentStep, Size
+from piecewise_graph.splitter.splitting_ops import bind_arguments, written_arguments
+
+# A larger argument (a whole KV cache) is not cloned to see whether an op wrote it.
+_WATCHED_BYTES = 256 * 2**20
+
+Prove = Callable[[SegmentStep, CompiledSegment, list[Any]], bool]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one uncaptured forward returned.
+
+    Attributes:
+        outputs: at the call's size, owned by the caller.
+        at_bucket: the same at the bucket's size; None where no forward of that size ran.
+    """
+
+    outputs: list[Any]
+    at_bucket: Sequence[Any] | None
+
+
+class _CannotPad(Exception):
+    """The forward has to begin anew at its exact size. Never reaches a user."""
+
+
+def rehearse(
+    workspace: Workspace, args: Sequence[Any], num_tokens: int, bucket: int, *, padded: bool, watch_ops: bool
+) -> Rehearsal:
+    """Run one forward uncaptured, proving and warming what `bucket` needs (Note [Rehearsal]).
+
+    Args:
+        padded: splitting ops get the bucket's rows; only where it `pads`.
+        watch_ops: see whether splitting ops write what they do not declare (once per trace is enough).
+
+    Raises:
+        SplittingOpError: an op broke its schema's or its fake's promise.
+    """
+    at_bucket = run_padded(workspace, args, num_tokens, bucket) if padded else None
+    if at_bucket is not None:
+        return Rehearsal(live_rows(workspace, at_bucket, args, num_tokens), at_bucket)
+    outputs = _run_exact(workspace, args, num_tokens, bucket, watch_ops)
+    return Rehearsal(outputs, outputs if num_tokens == bucket else None)
+
+
+def pads(workspace: Workspace, num_tokens: int, bucket: int) -> bool:
+    """Splitting ops of an uncaptured forward can get the bucket's rows (Note [The padded forward])."""
+    program = workspace.program
+    exact_only = workspace.proofs.exact_only(program, bucket, one_graph=False)
+    return not program.unpaddable and (bucket == num_tokens or exact_only is None)
+
+
+def run_padded(
+    workspace: Workspace, args: Sequence[Any], num_tokens: int, bucket: int
+) -> Sequence[Any] | None:
+    """Run one forward uncaptured at the bucket's size (Note [The padded forward]).
+
+    Returns:
+        the padded outputs in the order of the graph's; None where the forward has to begin anew at its exact
+        size.
+    """
+    program, proofs = workspace.program, workspace.proofs
+    workspace.inputs.copies(bucket, num_tokens).fill(args)
+    prove = _prover(workspace, num_tokens, bucket)
+
+    def run_segment(step: SegmentStep, segment: CompiledSegment, values: list[Any]) -> Sequence[Tensor]:
+        prove(step, segment, values)
+        harmless = (segment.key, bucket) in proofs and proofs.reason(segment.key, bucket) is None
+        if num_tokens == bucket or harmless:
+            return segment.at(bucket)(*values)
+        if segment.facts.entangled_outputs or not segment.facts.computes:
+            raise _CannotPad
+        return _run_on_live_rows(Trial(program, step, segment, num_tokens, bucket), values)
+
+    try:
+        return run_steps(
+            program,
+            workspace.static_arguments(args, bucket),
+            program.sizes_at(bucket),
+            run_segment=run_segment,
+        )
+    except _CannotPad:
+        return None
+
+
+def live_rows(workspace: Workspace, padded: Sequence[Any], args: Sequence[Any], num_tokens: int) -> list[Any]:
+    """Outputs of a padded forward at the call's size, owned by the caller."""
+    program = workspace.program
+    sizes, ours = program.sizes_at(num_tokens), workspace.inputs.storages()
+
+    def live(item: Any, value: Any) -> Any:
+        if isinstance(item, Size):
+            return evaluate(item.expr, sizes)
+        if not isinstance(item, Ref):
+            return value
+        if item.slot < len(args):
+            return args[item.slot]
+        rows = narrow(value, program.split.spec(item.slot), program, num_tokens)
+        return rows.clone() if _torch.storage_id(rows) in ours else rows
+
+    return [live(item, value) for item, value in zip(program.split.outputs, padded, strict=True)]
+
+
+def _run_exact(
+    workspace: Workspace, args: Sequence[Any], num_tokens: int, bucket: int, watch_ops: bool
+) -> list[Any]:
+    program, proofs = workspace.program, workspace.proofs
+    prove = _prover(workspace, num_tokens, bucket)
+    warmed: set[str] = set()
+
+    def run_segment(step: SegmentStep, segment: CompiledSegment, inputs: list[Any]) -> Sequence[Tensor]:
+        tried = prove(step, segment, inputs)
+        cold = num_tokens < bucket and segment.facts.computes and segment.key not in warmed
+        if cold and not tried and proofs.reason(segment.key, bucket) is None:
+            Trial(program, step, segment, num_tokens, bucket).warm_up(inputs)
+        warmed.add(segment.key)
+        return segment.at(num_tokens)(*inputs)
+
+    run_op = _watched_op if watch_ops else None
+    return run_steps(program, args, program.sizes_at(num_tokens), run_segment=run_segment, run_op=run_op)
+
+
+def _prover(workspace: Workspace, num_tokens: int, bucket: int) -> Prove:
+    """What settles, segment by segment, whether padding to `bucket` is harmless; says whether it ran it."""
+    program, proofs = workspace.program, workspace.proofs
+    probe = None if program.unpaddable else probe_size(program, num_tokens, bucket)
+
+    def prove(step: SegmentStep, segment: CompiledSegment, inputs: list[Any]) -> bool:
+        if probe is None or (segment.key, bucket) in proofs:
+            return False
+        trial = Trial(program, step, segment, probe, bucket)
+        try:
+            reason = padding_reason(trial, inputs, thorough=proofs.is_new(segment.key))
+        except (RuntimeError, ValueError, IndexError, AssertionError):
+            # The model cannot run at this size (a batch norm of one row). The caller did nothing wrong.
+            reason = "proof_failed"
+        if reason != UNPROVEN:
+            proofs.add(segment.key, bucket, reason)
+        return True
+
+    return prove
+
+
+def _run_on_live_rows(trial: Trial, inputs: Sequence[Any]) -> list[Tensor]:
+    """Run a segment on the live rows of padded inputs, and pad its results with zeros.
+
+    What it writes in place reaches `inputs`. Its outputs have to be no views of one another.
+    """
+    program, num_tokens, bucket = trial.program, trial.size, trial.bucket
+    live, exact, results = trial.run_exact(inputs)
+    for index in trial.segment.facts.written:
+        overwrite(live[index], exact[index])
+    padded = [spec.empty(program.sizes_at(bucket)).zero_() for spec in trial.outputs]
+    for spec, rows, result in zip(trial.outputs, padded, results, strict=True):
+        overwrite(narrow(rows, spec, program, num_tokens), result)
+    return padded
+
+
+def _watched_op(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a splitting op and see that it writes nothing but what its schema declares."""
+    declared = written_arguments(call.target)
+    named = list(bind_arguments(call.target, args, kwargs))
+    shared = {_torch.storage_id(v) for name, v in named if name in declared and isinstance(v, Tensor)}
+    watched = {
+        name: (value, value.clone())
+        for name, value in named
+        if isinstance(value, Tensor)
+        and _torch.storage_id(value) not in shared
+        and value.nbytes <= _WATCHED_BYTES
+    }
+    result = call.target(*args, **kwargs)
+    for name, (value, before) in watched.items():
+        if not bool(((value == before) | ((value != value) & (before != before))).all()):
+            raise SplittingOpError.undeclared_write(call.op.name, name)
+    return result

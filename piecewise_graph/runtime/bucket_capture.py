@@ -1,0 +1,89 @@
+"""The capture of one bucket: the call is answered uncaptured, and its bucket recorded along the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from piecewise_graph.context import ForwardContext
+from piecewise_graph.errors import CaptureError
+from piecewise_graph.recorder.bucket_record import BucketRecord
+from piecewise_graph.recorder.padding import UNPROVEN
+from piecewise_graph.recorder.rehearse import rehearse
+from piecewise_graph.recorder.workspace import Workspace
+from piecewise_graph.runtime.captured_context import CapturedContext
+from piecewise_graph.runtime.replay import CapturedBucket
+from piecewise_graph.runtime.tapes import TapeSet
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the capture; exactly one of the last three is set.
+
+    Attributes:
+        outputs: the call's answer, whatever became of the capture.
+        captured: the bucket.
+        reason: why the bucket is not captured for this size: it would have to be padded.
+        failure: what went wrong; it costs this bucket, not the call.
+    """
+
+    outputs: list[Any]
+    captured: CapturedBucket | None = None
+    reason: str | None = None
+    failure: str | None = None
+
+
+def capture_bucket(
+    workspace: Workspace,
+    tapes: TapeSet,
+    args: Sequence[Any],
+    num_tokens: int,
+    bucket: int,
+    context: ForwardContext,
+    *,
+    padded: bool,
+    watch_ops: bool,
+    planned: int | None,
+) -> Outcome:
+    """Answer a call of `num_tokens` tokens and record `bucket` in the mode of `tapes`.
+
+    Args:
+        context: of the call. A full graph is captured for the objects in it.
+        padded, watch_ops: see `rehearse`.
+        planned: bytes that pg.plan expects; None where it says nothing.
+    """
+    before, began = workspace.pool.bytes(), time.perf_counter()
+    with workspace.pool.session():
+        rehearsal = rehearse(workspace, args, num_tokens, bucket, padded=padded, watch_ops=watch_ops)
+        reason = _exact_only(workspace, tapes, bucket)
+        if reason is not None and bucket != num_tokens:
+            return Outcome(rehearsal.outputs, reason=reason)
+        try:
+            held = CapturedContext.of(context) if tapes.mode.one_graph else None
+            tape = tapes.mode.record(workspace, args, bucket, rehearsal.at_bucket)
+        except torch.OutOfMemoryError as error:
+            failure = CaptureError.out_of_memory(bucket, str(error), planned)
+            return Outcome(rehearsal.outputs, failure=failure)
+        except Exception as error:  # whatever it was: the call itself has its answer
+            return Outcome(rehearsal.outputs, failure=CaptureError.failed(error))
+    record = BucketRecord(
+        bucket,
+        tape.graphs,
+        workspace.pool.bytes() - before,
+        mode=tapes.name,
+        seconds=time.perf_counter() - began,
+        planned_bytes=planned,
+        unpadded=dict(tape.unpadded),
+    )
+    return Outcome(rehearsal.outputs, captured=CapturedBucket(tape, record, held))
+
+
+def _exact_only(workspace: Workspace, tapes: TapeSet, bucket: int) -> str | None:
+    """Why `bucket` would serve its exact size only."""
+    program, proofs = workspace.program, workspace.proofs
+    reason = tapes.mode.exact_only(program, proofs, [bucket]).get(bucket)
+    return UNPROVEN if reason is None and not proofs.complete(program, bucket) else reason

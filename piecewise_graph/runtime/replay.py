@@ -1,0 +1,101 @@
+"""Replay: a captured bucket, bound to one token count. Calls through Dynamo and frozen calls share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from piecewise_graph.context import ForwardContext
+from piecewise_graph.graph_pool import GraphPool
+from piecewise_graph.recorder.bucket_record import BucketRecord
+from piecewise_graph.recorder.tape import ReplayTape
+from piecewise_graph.runtime.bound_addresses import BoundAddresses
+from piecewise_graph.runtime.captured_context import CapturedContext
+from piecewise_graph.telemetry import counters
+
+
+class CapturedBucket:
+    """A recorded tape, what recording it cost, and how often it was replayed.
+
+    Args:
+        record: its costs.
+        context: the forward context of the capture; None in PIECEWISE mode.
+    """
+
+    def __init__(self, tape: ReplayTape, record: BucketRecord, context: CapturedContext | None) -> None:
+        self.tape, self.context = tape, context
+        self.replays = 0
+        self._record = record
+
+    @property
+    def record(self) -> BucketRecord:
+        """As reports show it."""
+        return replace(self._record, replays=self.replays)
+
+
+class Replay:
+    """What a forward of one token count does: check, copy in, launch, count.
+
+    Args:
+        captured: the bucket that serves it.
+        addresses: of the weights that the tape reads.
+        not_full: why it is no full graph, where the caller asked for one.
+        check_always: look into the objects of the forward context in every replay, not in the first alone.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedBucket,
+        num_tokens: int,
+        *,
+        addresses: BoundAddresses,
+        pool: GraphPool,
+        not_full: str | None,
+        check_always: bool,
+    ) -> None:
+        self.bound, self.num_tokens = captured.tape.bind(num_tokens), num_tokens
+        self.not_full = not_full
+        self.captured, self._addresses, self._pool = captured, addresses, pool
+        self._look_inside, self._check_always = True, check_always
+
+    def run(
+        self,
+        given: Any,
+        context: ForwardContext,
+        copy_in: Callable[[Any], None],
+        addressed: Sequence[Any] | None,
+    ) -> tuple[Any, ...]:
+        """Replay once, inside `pool.using()`.
+
+        Args:
+            copy_in: called with `given`; brings activations to the static inputs, and zeros the padded rows.
+            addressed: the graph's arguments, to compare the weights among them with those that graphs read;
+                None compares nothing.
+
+        Returns:
+            views of the static outputs, which the next replay overwrites.
+
+        Raises:
+            AddressMovedError: a weight was moved.
+            ContextError: the forward context differs from the one that a full graph was captured under.
+        """
+        if addressed is not None:
+            self._addresses.check(addressed)
+        self._check_context(context)
+        copy_in(given)
+        self._pool.run_off_default_stream(self.bound.calls)
+        counters.add("replays")
+        self.captured.replays += 1
+        if self.not_full is not None:
+            counters.add("not_full", reason=self.not_full)
+        for reason, segments in self.bound.unpadded.items():
+            counters.add("unpadded_segments", segments, reason=reason)
+        return self.bound.outputs
+
+    def _check_context(self, context: ForwardContext) -> None:
+        captured = self.captured.context
+        if captured is not None:
+            captured.check(context, self.captured.tape.bucket, self.num_tokens, thorough=self._look_inside)
+            self._look_inside = self._check_always
+            counters.add("full_replays")

@@ -1,0 +1,222 @@
+"""Where tests look behind the API: every such look goes through a function of this file.
+
+When the core changes inside, this file follows and the tests stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from piecewise_graph import _torch
+from piecewise_graph.compiler import specialize
+from piecewise_graph.frontend.frozen_call import FrozenCall
+from piecewise_graph.frontend.lookup import state_of
+from piecewise_graph.graph_pool import GraphPool
+from piecewise_graph.recorder.memory_plan import _TrialPool
+from piecewise_graph.splitter import merge_linears, merged_weights, splitting_ops
+
+# --- what a compiled model holds ------------------------------------------------------------------------
+
+
+def state(fast: Any) -> Any:
+    """What the traces of a compiled model share."""
+    found = state_of(fast)
+    assert found is not None
+    return found
+
+
+def traces(fast: Any) -> tuple[Any, ...]:
+    """The live traces of a compiled model, oldest first."""
+    return tuple(state(fast).traces)
+
+
+def trace(fast: Any) -> Any:
+    """The only trace of a compiled model."""
+    (found,) = traces(fast)
+    return found
+
+
+def pool_of(fast: Any) -> GraphPool:
+    return state(fast).pool
+
+
+def is_sealed(fast: Any) -> bool:
+    """`pg.capture` is done: no further bucket is captured."""
+    return state(fast).sealed
+
+
+def tape(fast: Any, bucket: int) -> Any:
+    """The piecewise recording of `bucket` in the only trace."""
+    return _tape(trace(fast), bucket)
+
+
+def replays(fast: Any, num_tokens: int) -> int:
+    """How often the only trace replayed the bucket that serves `num_tokens` tokens piecewise."""
+    ready = trace(fast).all_tapes()[0].ready.get(num_tokens)
+    return 0 if ready is None else ready.captured.replays
+
+
+def contract(fast: Any) -> Any:
+    """The conditions on sizes under which the only trace holds: `.guards` and `.ranges`."""
+    return trace(fast).program.contract
+
+
+def exact_codes(fast: Any) -> list[tuple[int, Any]]:
+    """(token count, code compiled for exactly that count) of every distinct segment."""
+    return [(size, code) for segment in state(fast).compiled.values() for size, code in segment.exact.items()]
+
+
+def static_tails(fast: Any, bucket: int, live: int) -> Iterator[Tensor]:
+    """Static tensors of `bucket` past the `live` tokens: input buffers, outputs of graphs, bridge buffers."""
+    for one in traces(fast):
+        program = one.program
+        for slot, value in _tape(one, bucket).values.items():
+            given = program.split.inputs[slot] if slot < len(program.split.inputs) else None
+            spec = program.split.specs[slot]
+            if spec is None or (given is not None and given.bound):
+                continue
+            for dim in spec.token_dims(program.token):
+                yield value.narrow(dim, live, bucket - live)
+
+
+def _tape(one: Any, bucket: int) -> Any:
+    return one.all_tapes()[0].buckets[bucket].tape
+
+
+# --- frozen calls ---------------------------------------------------------------------------------------
+
+
+def check_weights(frozen: Any) -> None:
+    """Raise AddressMovedError where a weight of a frozen call is not where it was."""
+    frozen._trace.runtime.addresses.check(frozen._trace.template)
+
+
+def count_frozen_plans(objects: Iterable[object]) -> int:
+    """How many of `objects` are the replay of one token count of a frozen call."""
+    return sum(type(thing) is FrozenCall for thing in objects)
+
+
+def forbid_dynamo(monkeypatch: pytest.MonkeyPatch, fast: Any) -> None:
+    """From now on a call of the compiled model that reaches Dynamo fails the test."""
+
+    def reached(*args: Any, **kwargs: Any) -> Any:
+        pytest.fail("Dynamo was reached")
+
+    monkeypatch.setattr(fast, "_traces", [reached])
+    monkeypatch.setattr(fast, "_guarded", reached)
+
+
+# --- captures that fail ---------------------------------------------------------------------------------
+
+
+def fail_capture(
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    *,
+    at: int | None = None,
+    of: Literal["piecewise", "full", "plan"] = "piecewise",
+) -> None:
+    """Let captures raise `error`.
+
+    Args:
+        at: only those of `at` tokens; None: all of them.
+        of: segments, whole forwards, or the trial runs of `pg.plan`.
+    """
+    pool_class = _TrialPool if of == "plan" else GraphPool
+    original = pool_class.capture
+
+    def capture(self: Any, run: Any, inputs: Any, **options: Any) -> Any:
+        warm = options.get("warm")
+        wanted = type(self) is pool_class and (warm is not None) == (of == "full")
+        tensors = [x for x in (warm if of == "full" else inputs) if isinstance(x, Tensor)] if wanted else []
+        if wanted and (at is None or any(x.shape[:1] == (at,) for x in tensors)):
+            raise error
+        return original(self, run, inputs, **options)
+
+    monkeypatch.setattr(pool_class, "capture", capture)
+
+
+def after_capture(monkeypatch: pytest.MonkeyPatch, look: Callable[[Sequence[Tensor]], None]) -> None:
+    """Call `look` with the outputs of every capture; what it raises, the capture raises."""
+    original = GraphPool.capture
+
+    def capture(self: Any, run: Any, inputs: Any, **options: Any) -> Any:
+        replay, outputs = original(self, run, inputs, **options)
+        look(outputs)
+        return replay, outputs
+
+    monkeypatch.setattr(GraphPool, "capture", capture)
+
+
+# --- compiling ------------------------------------------------------------------------------------------
+
+
+def replace_compile(monkeypatch: pytest.MonkeyPatch, replacement: Callable[..., Any]) -> None:
+    """Compile segments with `replacement(original, gm, inputs, compiler)`."""
+    _wrap(monkeypatch, _torch, "compile_segment", replacement)
+
+
+def replace_exact_compile(monkeypatch: pytest.MonkeyPatch, replacement: Callable[..., Any]) -> None:
+    """Compile segments for an exact size with `replacement(original, gm, inputs, **options)`."""
+    _wrap(monkeypatch, _torch, "compile_exact", replacement)
+
+
+def replace_linear_choice(monkeypatch: pytest.MonkeyPatch, choose: Callable[..., Any]) -> None:
+    """Kernel -> microseconds of a linear with few rows, as `choose(tokens, weight, bias, cache_dir)` says."""
+    monkeypatch.setattr(specialize, "choose", choose)
+
+
+def replace_segment_timing(monkeypatch: pytest.MonkeyPatch, microseconds: Callable[..., float]) -> None:
+    """Time whole segments with `microseconds(call)`."""
+    monkeypatch.setattr(specialize, "graph_microseconds", microseconds)
+
+
+def _wrap(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, replacement: Callable[..., Any]) -> None:
+    original = getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *args, **options: replacement(original, *args, **options))
+
+
+# --- merged linears, splitting ops ----------------------------------------------------------------------
+
+
+def merged_parameters() -> set[int]:
+    """Ids of the parameters that lie in a merged tensor, over all live models."""
+    return set(merged_weights._placed)
+
+
+def merged_tensors() -> set[Any]:
+    """Keys of the live merged tensors."""
+    return set(merged_weights._over.keys())
+
+
+def no_memory_for_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """A merged weight of `rows` rows does not fit into memory."""
+    original = merged_weights._allocate
+
+    def scarce(shape: Any, like: Tensor) -> Tensor:
+        if shape[0] == rows:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(shape, like)
+
+    monkeypatch.setattr(merged_weights, "_allocate", scarce)
+
+
+def results_are_strided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every linear returned a tensor that is not contiguous."""
+    monkeypatch.setattr(merge_linears, "_is_plain", lambda value: False)
+
+
+def unregister_splitting_op(name: str) -> None:
+    splitting_ops._registry.pop(name)
+    for function in [f for f, n in splitting_ops._builtins.items() if n == name]:
+        splitting_ops._builtins.pop(function)
+
+
+def decision(fast: Any, num_tokens: int) -> Any:
+    """What the only trace would do with a call of `num_tokens` tokens; asking does nothing."""
+    return trace(fast).decide(num_tokens)

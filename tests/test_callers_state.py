@@ -1,0 +1,106 @@
+"""Threads, garbage collector, random state and grad modes of the caller stay as they were."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from internals import fail_capture
+from torch import Tensor
+from toys import (
+    WIDTH,
+    Blocks,
+    assert_same,
+    compiled,
+    rows,
+)
+
+import piecewise_graph as pg
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def test_two_threads_call_one_model(model: Blocks, device: torch.device) -> None:
+    fast = compiled(model)
+    for count in (4, 8):
+        fast(rows(count, device))
+    work = {t: [rows(count, device) for count in (3, 8, 4, 6) * 10] for t in range(2)}
+    wanted = {t: [model(x) for x in xs] for t, xs in work.items()}
+    found: dict[int, list[Tensor]] = {0: [], 1: []}
+    errors: list[BaseException] = []
+
+    def serve(t: int) -> None:
+        try:
+            with torch.no_grad():
+                for x in work[t]:
+                    found[t].append(fast(x))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=serve, args=(t,)) for t in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for t in work:
+        assert_same(found[t], wanted[t])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collector_is_left_as_it_was(enabled: bool, model: Blocks, device: torch.device) -> None:
+    was = gc.isenabled()
+    try:
+        gc.enable() if enabled else gc.disable()
+        fast = compiled(model)
+        fast(rows(3, device))
+        pg.capture(fast, lambda n: rows(n, device), progress=False)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable() if was else gc.disable()
+
+
+def test_collector_is_on_again_after_a_failed_capture(
+    model: Blocks, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_capture(monkeypatch, RuntimeError("broken"))
+    compiled(model)(rows(3, device))
+    assert gc.isenabled()
+
+
+def test_callers_random_state_is_untouched_by_compile_and_capture(
+    model: Blocks, device: torch.device
+) -> None:
+    x = rows(3, device)
+    states = [torch.get_rng_state()]
+    if torch.device(device).type == "cuda":
+        states.append(torch.cuda.get_rng_state())
+    fast = compiled(model)
+    for _ in range(3):
+        fast(x)
+    pg.capture(fast, lambda n: x.new_ones(n, WIDTH), progress=False)
+    found = [torch.get_rng_state()] + (
+        [torch.cuda.get_rng_state()] if torch.device(device).type == "cuda" else []
+    )
+    for before, after in zip(states, found, strict=True):
+        assert torch.equal(before, after)
+
+
+def test_grad_and_inference_mode_of_the_caller_stay(model: Blocks, device: torch.device) -> None:
+    fast = compiled(model)
+    with torch.inference_mode():
+        for _ in range(3):
+            fast(rows(3, device))
+        assert torch.is_inference_mode_enabled()
+    assert not torch.is_grad_enabled()
+
+
+def test_modes_may_alternate(model: Blocks, device: torch.device) -> None:
+    fast = compiled(model)
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.no_grad):
+        for count in (3, 8):
+            with mode():
+                x = rows(count, device)
+                assert_same(fast(x), model(x))

@@ -1,0 +1,227 @@
+"""Requests of an engine: prompts in chunks, slots and pages, callbacks, aborts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from eagle_cases import (
+    QUICK,
+    all_free,
+    one_state_for_all_tests,
+    small_prompts,
+)
+from eagle_engine_cases import CHAIN, HOW, LENGTH, LOOKAHEAD, PLAIN, lone, make, run
+
+import piecewise_graph as pg
+from piecewise_graph.eagle import DraftShape, Request, Speculator, SpeculatorError
+from piecewise_graph.errors import PiecewiseError
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_process_state() -> Iterator[None]:
+    with one_state_for_all_tests():
+        yield
+
+
+@pytest.fixture(scope="module")
+def eager() -> Speculator:
+    return make()
+
+
+@pytest.fixture
+def loop(eager: Speculator) -> Iterator[Speculator]:
+    yield eager
+    eager.close()  # whatever a failed test has left
+
+
+# Prompts in chunks, beside rounds.
+
+
+@pytest.mark.parametrize("shape", [PLAIN, CHAIN], ids=str)
+def test_prompts_share_the_forwards_of_rounds(shape: DraftShape) -> None:
+    """One forward of the target per step, of decoding rows and a chunk together; one of the draft."""
+    rows, length = 16, 30
+    loop = make(
+        shapes=[shape], prefill_rows=rows, batch_sizes=[1, 2], max_requests=2,
+        graphs={"prefill": "piecewise"}, **QUICK,
+    )  # fmt: skip
+    loop.prepare()
+    engine = loop.engine(overlap=True)
+    first = engine.add_request(small_prompts([3])[0], max_new_tokens=30)
+    for _ in range(2):
+        engine.step()
+    second = engine.add_request(small_prompts([length], 1)[0], max_new_tokens=4)
+    before = len(first.tokens)
+    steps = -(-length // (rows - shape.nodes))
+    models = 2 if shape.steps else 1
+    with pg.counters.expect(replays=steps * models, captures=0, tapes=0):
+        for _ in range(steps):
+            engine.step()
+    assert second in engine.running
+    assert len(first.tokens) > before  # it went on meanwhile
+    run(engine)
+    for request in (first, second):
+        assert request.tokens == lone(request, shape)
+
+
+def test_long_prompt_does_not_hold_up_those_that_run(loop: Speculator) -> None:
+    engine = make(prefill_rows=16).engine(shape=PLAIN, overlap=False)
+    first = engine.add_request(small_prompts([2])[0], max_new_tokens=20)
+    engine.step()
+    second = engine.add_request(small_prompts([30], 1)[0], max_new_tokens=3)
+    while not second.tokens:
+        before = len(first.tokens)
+        engine.step()
+        assert len(first.tokens) == before + 1
+    run(engine)
+
+
+# Slots, pages and preemption.
+
+
+def test_first_come_first_served(loop: Speculator) -> None:
+    engine = loop.engine(overlap=True)
+    rng, came = random.Random(1), list[int]()
+
+    def hear(request: Request, _: list[int]) -> None:
+        if request.index not in came:
+            came.append(request.index)
+
+    for index in range(12):
+        [prompt] = small_prompts([rng.randint(1, 9)], index)
+        engine.add_request(prompt, max_new_tokens=rng.randint(1, 9), on_tokens=hear)
+    run(engine)
+    assert came == sorted(came)
+    assert len(came) == 12
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_youngest_request_is_preempted_and_goes_on_later(page_size: int, overlap: bool) -> None:
+    """Pages for one and a half: the second is computed again, its tokens are not chosen again."""
+    shape = CHAIN
+    needed = -(-(LENGTH + shape.lookahead) // page_size)
+    loop = make(shapes=[shape], page_size=page_size, num_pages=1 + needed + needed // 2)
+    engine = loop.engine(overlap=overlap)
+    streamed: dict[int, list[int]] = {}
+
+    def hear(request: Request, tokens: list[int]) -> None:
+        streamed.setdefault(request.index, []).extend(tokens)
+
+    asked = [(prompt, how) for prompt, how in zip(small_prompts([4] * 3), HOW, strict=True)]
+    requests = [
+        engine.add_request(prompt, max_new_tokens=LENGTH - 4, sampling=how, on_tokens=hear)
+        for prompt, how in asked
+    ]
+    run(engine)
+    assert engine.preemptions > 0
+    for request in requests:
+        assert request.tokens == lone(request, shape) == streamed[request.index]
+        assert request.counts.num_tokens == LENGTH - 5 or request.counts.num_tokens >= LENGTH - 5
+    assert all_free(loop)
+
+
+def test_request_that_never_fits_is_refused_when_it_comes(loop: Speculator) -> None:
+    small = make(num_pages=20 + LOOKAHEAD)
+    engine = small.engine()
+    fine = engine.add_request([1, 2, 3], max_new_tokens=5)
+    with pytest.raises(PiecewiseError, match=r"a request of .* needs .* pages of 1 tokens; the cache has"):
+        engine.add_request([1] * 10, max_new_tokens=20)
+    with pytest.raises(PiecewiseError, match="its prompt is empty"):
+        engine.add_request([])
+    run(engine)
+    assert fine.tokens == lone(fine, CHAIN)
+
+
+# Callers.
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_rewound_request_is_heard_again_and_finishes(loop: Speculator, overlap: bool) -> None:
+    engine, heard = loop.engine(overlap=overlap), list[int]()
+    [prompt] = small_prompts([12])
+    request = engine.add_request(prompt, max_new_tokens=10, on_tokens=lambda _, new: heard.extend(new))
+    while len(request.tokens) < 3:
+        engine.step()
+    first = request.tokens[0]
+    engine.rewind()
+    heard.clear()
+    finished = []
+    while engine.unfinished:
+        finished += engine.step()
+    assert finished == [request]
+    assert [first, *heard] == request.tokens == lone(request, CHAIN)
+
+
+def test_callbacks_may_abort_and_add(loop: Speculator) -> None:
+    engine = loop.engine(overlap=True)
+    added: list[Request] = []
+
+    def hear(request: Request, tokens: list[int]) -> None:
+        if len(request.tokens) >= 4 and not request.aborted:
+            engine.abort(request)
+            added.append(engine.add_request(request.prompt, max_new_tokens=3))
+
+    for prompt in small_prompts([4, 6]):
+        engine.add_request(prompt, max_new_tokens=20, on_tokens=hear)
+    run(engine)
+    assert len(added) == 2
+    assert all(request.tokens == lone(request, CHAIN) for request in added)
+    assert all_free(loop)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_callback_that_raises_loses_nothing(loop: Speculator, overlap: bool) -> None:
+    engine = loop.engine(overlap=overlap)
+    heard: dict[int, list[int]] = {0: [], 1: []}
+
+    def hear(request: Request, tokens: list[int]) -> None:
+        heard[request.index] += tokens
+        if request.index == 0 and len(request.tokens) > 3:
+            raise RuntimeError("the caller's own")
+
+    requests = [
+        engine.add_request(prompt, max_new_tokens=12, on_tokens=hear) for prompt in small_prompts([4, 6])
+    ]
+    raised, returned = 0, list[Request]()
+    while engine.unfinished:
+        try:
+            returned += engine.step()
+        except RuntimeError:
+            raised += 1
+    returned += engine.step()  # what the last exception kept back
+    assert raised and sorted(request.index for request in returned) == [0, 1]
+    for request in requests:
+        assert request.tokens == lone(request, CHAIN) == heard[request.index]
+
+
+def test_aborted_request_keeps_its_tokens_and_gets_no_more(loop: Speculator) -> None:
+    engine = loop.engine(overlap=True)
+    requests = [engine.add_request(p, max_new_tokens=20) for p in small_prompts([3, 5, 20, 2, 6])]
+    for _ in range(4):
+        engine.step()
+    tokens = [list(request.tokens) for request in requests]
+    for request in requests[1:]:
+        engine.abort(request)
+    engine.abort(requests[1])  # again: nothing happens
+    run(engine)
+    assert [request.tokens for request in requests[1:]] == tokens[1:]
+    assert requests[0].tokens == lone(requests[0], CHAIN)
+    assert all_free(loop)
+
+
+def test_one_engine_at_a_time_has_requests(loop: Speculator) -> None:
+    """Slots are not told apart by who opened them."""
+    first, second = loop.engine(), loop.engine()
+    mine = first.add_request([1, 2, 3], max_new_tokens=5)
+    with pytest.raises(SpeculatorError, match="another engine of this speculator has 1 unfinished requests"):
+        second.add_request([1, 2], max_new_tokens=5)
+    with pytest.raises(SpeculatorError, match="request 0 is none of this engine's"):
+        second.abort(mine)
+    run(first)
+    assert mine.tokens == lone(mine, CHAIN)
+    other = second.add_request([1, 2], max_new_tokens=5)
+    run(second)
+    assert other.tokens == lone(other, CHAIN)

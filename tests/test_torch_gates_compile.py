@@ -1,0 +1,243 @@
+"""The functions of `_torch.py` that compile do what they say on the torch that is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from traced import Small, dynamic, first_size, placeholders, trace
+
+from piecewise_graph import _torch
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+# --- compilers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_compiled_segment_serves_all_sizes_and_returns_a_sequence(
+    compiler: str, device: torch.device
+) -> None:
+    """The segment is compiled inside the backend call, as in the library."""
+    made: list[Any] = []
+
+    def look(gm: GraphModule) -> None:
+        from piecewise_graph.splitter.split import split
+
+        (step,) = split(gm).segments
+        inputs = [_torch.example_value(n) for n in placeholders(step.gm)]
+        made.append(_torch.compile_segment(step.gm, inputs, compiler))
+
+    trace(lambda x: x.sin() * 2 + 1, dynamic(6, 8, device=device), look=look)
+    for count in (6, 3, 1, 40):
+        x = torch.randn(count, 8, device=device)
+        (found,) = made[0](x)
+        torch.testing.assert_close(found, x.sin() * 2 + 1)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_whole_graph_keeps_gradients(compiler: str, device: torch.device) -> None:
+    model = Small().to(device)
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        return _torch.compile_whole(gm, inputs, compiler)
+
+    x = torch.randn(3, 8, device=device)
+    with torch.enable_grad():
+        torch.compile(model, backend=backend)(x).sum().backward()
+        found = model.linear.weight.grad.clone()
+        model.zero_grad()
+        model(x).sum().backward()
+    torch.testing.assert_close(found, model.linear.weight.grad)
+
+
+# --- compiled segments on disk ------------------------------------------------------------------------
+
+
+def compiled_in_backend(device: torch.device) -> Any:
+    """A compiled `x.sin() * 2 + 1` for any number of rows."""
+    made: list[Any] = []
+
+    def look(gm: GraphModule) -> None:
+        from piecewise_graph.splitter.split import split
+
+        (step,) = split(gm).segments
+        inputs = [_torch.example_value(n) for n in placeholders(step.gm)]
+        made.append(_torch.compile_segment(step.gm, inputs, "inductor"))
+
+    trace(lambda x: x.sin() * 2 + 1, dynamic(6, 8, device=device), look=look)
+    return made[0]
+
+
+def test_saved_segment_loads_and_serves_all_sizes(tmp_path: Path, device: torch.device) -> None:
+    from torch._inductor import config
+
+    file = str(tmp_path / "artifact")
+    compiled_in_backend(device).save(path=file, format="binary")
+    with config.patch({"triton.cudagraphs": True}):  # as a user may have it; graphs are ours
+        loaded = _torch.load_artifact(file)
+    for count in (6, 3, 1, 40):
+        x = torch.randn(count, 8, device=device)
+        (found,) = loaded(x)
+        torch.testing.assert_close(found, x.sin() * 2 + 1)
+
+
+def test_bad_artifact_raises_something(tmp_path: Path) -> None:
+    (tmp_path / "artifact").write_bytes(b"none")
+    with pytest.raises(Exception, match=r"."):
+        _torch.load_artifact(str(tmp_path / "artifact"))
+
+
+def test_generated_modules_are_listed_with_the_libraries_of_their_kernels() -> None:
+    """C++ kernels are builtin functions of a module; its file is the library in Inductor's cache."""
+    before = len(_torch.code_modules())
+    compiled_in_backend(torch.device("cpu"))
+    added = _torch.code_modules()[before:]
+    assert added
+    files = [getattr(getattr(v, "__self__", None), "__file__", None) for m in added for v in vars(m).values()]
+    libraries = [Path(file) for file in files if file and file.endswith(".so")]
+    assert libraries
+    assert all(library.is_relative_to(_torch.inductor_cache_dir()) for library in libraries)
+
+
+def test_options_show_what_changes_code_and_no_address() -> None:
+    from torch._inductor import config
+
+    before = _torch.compile_options()
+    assert before == _torch.compile_options()
+    assert not any(" at 0x" in line for line in before)
+    with config.patch({"epilogue_fusion": False}):
+        assert _torch.compile_options() != before
+    with config.patch({"joint_custom_pre_pass": lambda graph: None}):
+        assert any(" at 0x" in line for line in _torch.compile_options())
+
+
+def test_schemas_of_ops_overloads_and_functions() -> None:
+    add = torch.ops.aten.add
+    assert _torch.op_schemas(add.Tensor) == [str(add.Tensor._schema)]
+    assert str(add.Tensor._schema) in (_torch.op_schemas(add) or [])
+    assert _torch.op_schemas(torch.add) is None
+    assert _torch.op_schemas(torch.ops.higher_order.cond) is None
+
+
+def test_op_that_tracing_opens_has_no_schemas() -> None:
+    with torch.library._scoped_library("gates", "FRAGMENT") as library:
+        for name, key in (("opaque", "CompositeExplicitAutograd"), ("open", "CompositeImplicitAutograd")):
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, lambda x: x + 1, key)
+        assert _torch.op_schemas(torch.ops.gates.opaque) == ["gates::opaque(Tensor x) -> Tensor"]
+        assert _torch.op_schemas(torch.ops.gates.open) is None
+
+
+def test_conditions_are_tried_on_the_traced_sizes_and_then_relied_on() -> None:
+    def look(gm: GraphModule) -> tuple[Any, ...]:
+        shape_env = _torch.shape_env_of(gm)
+        (symbol,) = _torch.expression(first_size(gm)).free_symbols
+        tried = [_torch.holds(shape_env, condition) for condition in (symbol < 100, sympy.Eq(symbol, 7))]
+        before = _torch.shape_guards(shape_env)
+        _torch.assume(shape_env, symbol < 100)
+        return _torch.size_hint(shape_env, symbol), tried, before, _torch.value_range(shape_env, symbol)
+
+    assert trace(lambda x: x * 2, dynamic(6, 8), look=look).seen == [(6, [True, False], (), (2, 99))]
+
+
+def test_size_of_an_unknown_symbol_has_no_hint() -> None:
+    def look(gm: GraphModule) -> Any:
+        return _torch.size_hint(_torch.shape_env_of(gm), sympy.Symbol("none"))
+
+    assert trace(lambda x: x * 2, dynamic(6, 8), look=look).seen == [None]
+
+
+def test_compile_workers_start_only_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import async_compile
+
+    started: list[bool] = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: started.append(True))
+    for available in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        _torch.start_compile_workers()
+    assert started == [True]
+
+
+# --- code for exact sizes -----------------------------------------------------------------------------
+
+
+def small_graph() -> GraphModule:
+    graph = torch.fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    scaled = graph.call_method("mul", (x, 2.0))
+    graph.output((graph.call_function(torch.nn.functional.linear, (scaled, weight)),))
+    return GraphModule({}, graph)
+
+
+@pytest.mark.parametrize("dependent_launches", [False, True])
+def test_code_for_exact_sizes_computes_the_same(dependent_launches: bool) -> None:
+    gm, x, weight = small_graph(), torch.randn(3, 8), torch.nn.Parameter(torch.randn(4, 8))
+    with torch.no_grad():
+        run = _torch.compile_exact(gm, [x, weight], dependent_launches=dependent_launches)
+        for _ in range(2):
+            x = torch.randn(3, 8)
+            torch.testing.assert_close(run(x, weight)[0], gm(x, weight)[0])
+
+
+def test_kernels_wait_first_only_inside_of_the_block() -> None:
+    """test_closed_holes.py looks at the generated code."""
+    from torch._inductor.codegen.triton import TritonKernel
+
+    theirs = TritonKernel._filter_pdl
+    with _torch.kernels_wait_first():
+        assert TritonKernel._filter_pdl is not theirs
+        assert TritonKernel.GDC_WAIT != TritonKernel.GDC_LAUNCH
+    assert TritonKernel._filter_pdl is theirs
+
+
+def test_propagation_gives_every_node_its_fake_value() -> None:
+    gm = small_graph()
+    _torch.propagate(gm, [torch.randn(3, 8), torch.randn(4, 8)])
+    values = [_torch.example_value(node) for node in gm.graph.nodes if node.op != "output"]
+    assert [tuple(value.shape) for value in values] == [(3, 8), (4, 8), (3, 8), (3, 4)]
+    assert all(isinstance(value, torch._subclasses.FakeTensor) for value in values)
+
+
+# --- functions that stand in graphs -------------------------------------------------------------------
+
+
+def targets(gm: GraphModule) -> list[Any]:
+    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def test_autocast_stands_in_graphs_as_these_functions(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+            return x @ x.t()
+
+    enter, leave = _torch.autocast_functions()
+    found = targets(trace(model, torch.ones(4, 4, device=device)).gm)
+    assert found.count(enter) == found.count(leave) == 1
+
+
+def test_grad_switches_stand_in_graphs_as_this_function() -> None:
+    def model(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return x * 2
+
+    assert _torch.grad_mode_function() in targets(trace(model, torch.ones(3)).gm)
+    assert _torch.grad_mode_function() in _torch.droppable_functions()
+
+
+def test_bodies_of_higher_order_ops_are_found() -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda t: t + 1, lambda t: t - 1, (x,))
+
+    gm = trace(model, torch.ones(3)).gm
+    names = [str(node.target) for node in gm.graph.nodes if node.op == "get_attr"]
+    assert len(list(_torch.inner_graphs(gm, names))) == 2
+    assert [node.op for node in gm.graph.nodes if _torch.is_higher_order(node.target)] == ["call_function"]
+    assert list(_torch.inner_graphs(gm, ["no_such_name"])) == []

@@ -1,0 +1,174 @@
+"""The functions of `_torch.py` that look at tensors do what they say on the torch that is installed."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.testing._internal.two_tensor import TwoTensor
+from traced import Small, dynamic, placeholders, trace
+
+from piecewise_graph import _torch
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+# --- looking at segments ------------------------------------------------------------------------------
+
+
+def test_observer_sees_every_op_its_arguments_and_its_result(device: torch.device) -> None:
+    seen: list[Any] = []
+    with _torch.observe_ops(lambda op, args, kwargs, result: seen.append((op, args, kwargs, result))):
+        y = torch.ones(3, device=device) * 2
+    names = [op._schema.name for op, *_ in seen]
+    assert "aten::mul" in names
+    assert seen[-1][3] is y
+    with _torch.observe_ops(lambda *_: seen.append(None)):
+        pass
+    assert None not in seen
+
+
+def test_unknown_sizes_are_told_from_symbolic_ones() -> None:
+    found: list[tuple[bool, bool]] = []
+
+    def look(gm: GraphModule) -> None:
+        (x,) = [n for n in placeholders(gm) if isinstance(_torch.example_value(n), Tensor)]
+        fake = _torch.example_value(x)
+        with fake.fake_mode:
+            found.append((_torch.has_unknown_size(fake), _torch.has_unknown_size(fake.nonzero())))
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        trace(lambda x: x * 2 + x.nonzero().sum(), dynamic(6, 8), look=look)
+    assert found == [(False, True)]
+
+
+def test_storage_identity_follows_views(device: torch.device) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake, other = torch.empty(4, 4), torch.empty(4, 4)
+        assert _torch.storage_id(fake) == _torch.storage_id(fake[1:].t()) != _torch.storage_id(other)
+    real = torch.empty(4, 4, device=device)
+    assert _torch.storage_id(real) == _torch.storage_id(real.view(-1)[3:])
+
+
+def test_every_holder_of_a_storage_is_counted(device: torch.device) -> None:
+    alone = nn.Parameter(torch.randn(8, 8, device=device))
+    assert _torch.storage_holders(alone) == _torch.storage_holders(alone) == 1
+    for hold in (Tensor.detach, lambda t: t.data, lambda t: t[2:], Tensor.untyped_storage, Tensor.t):
+        held = hold(alone)
+        assert _torch.storage_holders(alone) > 1
+        del held
+        assert _torch.storage_holders(alone) == 1
+    other = torch.empty(0, device=device).set_(alone.untyped_storage(), 0, (64,))
+    assert _torch.storage_holders(alone) == _torch.storage_holders(other) == 2
+    del alone
+    assert _torch.storage_holders(other) == 1
+
+
+def test_holders_are_counted_inside_of_a_backend(device: torch.device) -> None:
+    model, found = Small().to(device), []
+    trace(model, torch.ones(3, 8, device=device), look=lambda _: found.append(holders(model)))
+    held = model.linear.weight.detach()
+    assert found == [[1, 1]]
+    assert holders(model) == [2, 1]
+    del held
+
+
+def holders(model: nn.Module) -> list[int]:
+    return [_torch.storage_holders(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_weak_alias_is_the_same_memory_without_owning_it(dtype: torch.dtype, device: torch.device) -> None:
+    base = torch.zeros(6, 8, device=device, dtype=dtype)
+    view = base[1:, ::2].t()
+    alias = _torch.weak_alias(view)
+    assert (alias.shape, alias.stride(), alias.dtype, alias.device) == (
+        view.shape,
+        view.stride(),
+        view.dtype,
+        view.device,
+    )
+    assert alias.data_ptr() == view.data_ptr()
+    base.fill_(1)
+    assert bool((alias == 1).all())
+    assert _torch.storage_id(alias) != _torch.storage_id(view)
+
+
+@pytest.mark.gpu
+def test_weak_alias_lets_the_memory_be_reused(device: torch.device) -> None:
+    torch.cuda.empty_cache()
+    tensor = torch.zeros(1 << 22, device=device)
+    before = torch.cuda.memory_allocated()
+    alias = _torch.weak_alias(tensor)
+    address = tensor.data_ptr()
+    assert torch.cuda.memory_allocated() == before
+    del tensor
+    assert torch.cuda.memory_allocated() < before
+    assert torch.zeros(1 << 22, device=device).data_ptr() == address == alias.data_ptr()
+
+
+@pytest.mark.gpu
+def test_pool_bytes_counts_one_pool_only(device: torch.device) -> None:
+    pool, other = torch.cuda.MemPool(), torch.cuda.MemPool()
+    assert _torch.pool_bytes(pool.id) == 0
+    with torch.cuda.use_mem_pool(pool):
+        kept = torch.zeros(8 << 20, dtype=torch.uint8, device=device)
+    assert _torch.pool_bytes(pool.id) >= kept.nbytes
+    assert _torch.pool_bytes(other.id) == 0
+
+
+@pytest.mark.gpu
+def test_cublas_workspaces_can_be_cleared(device: torch.device) -> None:
+    a = torch.randn(256, 256, device=device)
+    wanted = a @ a
+    _torch.clear_cublas_workspaces()
+    torch.testing.assert_close(a @ a, wanted)
+
+
+def test_plain_tensors_and_parameters_are_told_from_subclasses() -> None:
+    assert _torch.is_plain_tensor(torch.ones(2))
+    assert _torch.is_plain_tensor(nn.Parameter(torch.ones(2)))
+    assert not _torch.is_plain_tensor(TwoTensor(torch.ones(2), torch.ones(2)))
+
+
+# --- what runs ----------------------------------------------------------------------------------------
+
+
+def test_a_profiler_is_noticed() -> None:
+    assert isinstance(_torch.named_range("x"), nullcontext)
+    with torch.profiler.profile():
+        assert not isinstance(_torch.named_range("x"), nullcontext)
+    assert isinstance(_torch.named_range("x"), nullcontext)
+
+
+def test_structures_are_taken_apart_and_put_together() -> None:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    output = CausalLMOutput(logits=torch.ones(2))
+    leaves, structure = _torch.flatten({"a": [1, output], "b": None})
+    assert len(leaves) == 3
+    rebuilt = _torch.unflatten(leaves, structure)
+    assert type(rebuilt["a"][1]) is CausalLMOutput
+    assert rebuilt["a"][1].logits is output.logits
+
+
+@pytest.mark.gpu
+def test_streams_are_told_apart() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert _torch.on_default_stream(device)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert not _torch.on_default_stream(device)
+
+
+@pytest.mark.gpu
+def test_a_capture_under_way_is_seen() -> None:
+    assert not _torch.capturing()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert _torch.capturing()
+        torch.zeros(1, device="cuda")
