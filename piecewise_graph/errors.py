@@ -401,7 +401,7 @@ class FreezeError(PiecewiseError):
     @classmethod
     def aliased(cls, one: str, other: str) -> FreezeError:
         return cls(
-            f"the example's arguments {one!r} and {other!r} share memory, so they cannot be told apart.",
+            f"the example's arguments {one!r} and {other!r} are the same memory: they cannot be told apart.",
             "pass separate tensors in the example, such as clones; later calls may pass one twice.",
         )
 

@@ -211,6 +211,11 @@ def results_are_strided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_linears, "_is_plain", lambda value: False)
 
 
+def registered_names() -> tuple[str, ...]:
+    """Names of all splitting ops."""
+    return tuple(splitting_ops._registry)
+
+
 def unregister_splitting_op(name: str) -> None:
     splitting_ops._registry.pop(name)
     for function in [f for f, n in splitting_ops._builtins.items() if n == name]:

@@ -48,5 +48,4 @@ def candidates(tokens: int, rows: int, columns: int) -> list[KernelConfig]:
 
 def is_config(text: str) -> bool:
     """Whether `text` is the name of one of the candidates."""
-    known = (*_ONE_ROW, *_FEW_ROWS)
-    return any(text == config._replace(trigger=t).name for config in known for t in (0, 1))
+    return any(text == c._replace(trigger=t).name for c in (*_ONE_ROW, *_FEW_ROWS) for t in (0, 1))
