@@ -25,7 +25,6 @@ from torch import Tensor
 
 from benchmarks.common import RESULTS, Mark, table, write
 from piecewise_graph.custom_ops import metadata as md
-from piecewise_graph.custom_ops.metadata import accept_reference, reference
 
 REQUESTS = 32
 MAX_CONTEXT = 8192
@@ -39,20 +38,18 @@ class Call:
     """An op and its arguments, which it keeps alive."""
 
     op: md.MetadataOp
-    flat: tuple[Any, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
     @classmethod
     def of(cls, op: md.MetadataOp, *args: Any, **kwargs: Any) -> Call:
-        return cls(op, op.flatten(*args, **kwargs))
+        return cls(op, args, kwargs)
 
     def bound(self) -> Callable[[], None]:
-        from piecewise_graph.custom_ops.metadata import metadata_launches
-
-        return metadata_launches.bind(self.op.name, self.flat)
+        return self.op.bind(*self.args, **self.kwargs)
 
     def reference(self) -> None:
-        source = reference if hasattr(reference, self.op.name) else accept_reference
-        getattr(source, self.op.name)(*self.flat)
+        self.op.reference(*self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)
@@ -98,14 +95,13 @@ def cases() -> list[Case]:
         found += [
             Case("greedy chain round", page_size, n, 1, chain_round(batch, n), True) for n in (4, 8, 32)
         ]
-        found.append(Case("chain draft_steps with kv_indices", page_size, 4, 1, [draft_with_kv(batch, 4)]))
         found += [Case(call.op.name, page_size, 32, 1, [call]) for call in chain_round(batch, 32)]
     single = make_batch(1)
     found += [Case("greedy tree round", 1, n, k, tree_round(single, k, 5, n)) for k, n in ((4, 16), (8, 32))]
     _, _, select, *_, build, accept = tree_round(single, 8, 5, 32)
     found += [Case(call.op.name, 1, 32, 8, [call]) for call in (select, build, accept)]
     found += [Case(call.op.name, 1, 4, 1, [call]) for call in sampling(single, 4)]
-    found += [Case(call.op.name, 16, 1, 1, [call]) for call in batches(make_batch(16))]
+    found.append(Case("extend_batch", 16, 1, 1, [decode(make_batch(16))]))
     return found
 
 
@@ -148,12 +144,6 @@ def chain_round(batch: md.Batch, nodes: int) -> list[Call]:
     ]
 
 
-def draft_with_kv(batch: md.Batch, nodes: int) -> Call:
-    capacity = REQUESTS * (MAX_CONTEXT + nodes)
-    steps = md.DraftSteps.allocate(batch, steps=nodes - 1, topk=1, kv_capacity=capacity)
-    return Call.of(md.draft_steps, batch, steps)
-
-
 def tree_round(batch: md.Batch, topk: int, steps: int, nodes: int) -> list[Call]:
     """Accepted paths permute the table in every round, as they do in a loop; lengths stay."""
     size = batch.size
@@ -163,16 +153,21 @@ def tree_round(batch: md.Batch, topk: int, steps: int, nodes: int) -> list[Call]
     tree = md.Tree.allocate(batch, nodes=nodes)
     calls = [Call.of(md.draft_steps, batch, levels)]
     for level in range(steps):
-        shape = (size, topk) if level == 0 else (size, topk, topk)
+        shape = (size, topk if level else 1, topk)
         tokens = torch.randint(0, 4, shape, device="cuda")
         probs = torch.rand(shape, device="cuda")
-        calls.append(Call.of(md.select_branches, batch, level, probs, tokens, branches, levels))
+        calls.append(Call.of(md.select_branches, batch.requests, level, probs, tokens, branches))
     listed = {"scores": branches.all_scores, "parents": branches.all_parents}
     target = torch.randint(0, 4, (size * nodes,), device="cuda")
     accepted = md.Accepted.allocate(batch, nodes=nodes, steps=steps)
     calls.append(Call.of(md.build_tree, batch, batch.ints(size), branches.all_tokens, tree, **listed))
     calls.append(Call.of(md.accept_greedy, batch, tree.tokens, target, accepted, mask=tree.mask))
     return calls
+
+
+def decode(batch: md.Batch) -> Call:
+    rows = md.ExtendRows.allocate(batch, batch.size)
+    return Call.of(md.extend_batch, batch, batch.ints(batch.size) + 1, rows)
 
 
 def sampling(batch: md.Batch, nodes: int) -> list[Call]:
@@ -186,16 +181,6 @@ def sampling(batch: md.Batch, nodes: int) -> list[Call]:
     return [
         Call.of(md.accept_chain, batch, tokens, target, probs(nodes - 1), uniforms, accepted),
         Call.of(md.accept_tree, batch, tokens, target, uniforms, accepted),
-    ]
-
-
-def batches(batch: md.Batch) -> list[Call]:
-    size = batch.size
-    advancing = md.Batch(batch.requests, batch.seq_lens.clone(), batch.table, batch.page_size)
-    return [
-        Call.of(md.extend_batch, batch, batch.ints(size) + 1, md.ExtendRows.allocate(batch, size)),
-        Call.of(md.kv_indices, batch, md.PagedKV.allocate(batch, size * MAX_CONTEXT)),
-        Call.of(md.advance, advancing, batch.ints(size), batch.ints(size)),
     ]
 
 

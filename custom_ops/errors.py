@@ -1,4 +1,4 @@
-"""What can go wrong in the attention op and the paged cache: what happened, where, what to do."""
+"""What can go wrong in the attention op, the paged cache and the metadata ops: what, where, what to do."""
 
 from __future__ import annotations
 
@@ -251,3 +251,84 @@ class CacheError(PiecewiseError):
 
 def _others(able: Sequence[str]) -> str:
     return f"use {' or '.join(able)}." if able else "no implementation that is usable here can do this."
+
+
+class MetadataError(PiecewiseError, ValueError):
+    """Tensors of a metadata op that do not fit together; nothing was written."""
+
+    @classmethod
+    def wrong_shape(cls, op: str, name: str, got: Sequence[int], expected: Sequence[object]) -> MetadataError:
+        wanted = ", ".join(map(str, expected))
+        return cls(
+            f"{op}: {name} has shape {list(got)}, the other arguments ask for [{wanted}].",
+            "make it with the same batch size, draft tokens, steps and top-k as the rest; "
+            "the allocate() of the buffer classes does.",
+        )
+
+    @classmethod
+    def wrong_dtype(cls, op: str, name: str, got: object, expected: Sequence[object]) -> MetadataError:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected)
+        return cls(
+            f"{op}: {name} is {str(got).removeprefix('torch.')}, not {names}.",
+            f"convert it once, outside of the loop, or allocate it as {names}.",
+        )
+
+    @classmethod
+    def wrong_device(cls, op: str, name: str, got: object, expected: object) -> MetadataError:
+        return cls(
+            f"{op}: {name} is on {got}, but requests is on {expected}.",
+            "keep everything that a batch needs on one device.",
+        )
+
+    @classmethod
+    def not_contiguous(cls, op: str, name: str, strides: Sequence[int]) -> MetadataError:
+        return cls(
+            f"{op}: {name} is not contiguous, its strides are {tuple(strides)}.",
+            "pass a contiguous tensor: kernels address it by row, and a view of some columns has gaps.",
+        )
+
+    @classmethod
+    def no_requests(cls, op: str) -> MetadataError:
+        return cls(f"{op}: requests is empty.", "skip the batch, or pad it with request 0.")
+
+    @classmethod
+    def wrong_table(cls, op: str, shape: Sequence[int]) -> MetadataError:
+        return cls(
+            f"{op}: table has shape {list(shape)}.", "pass RequestTable.block_table, [requests, pages]."
+        )
+
+    @classmethod
+    def wrong_page_size(cls, op: str, page_size: int) -> MetadataError:
+        return cls(f"{op}: a page of {page_size} tokens.", "pass the page size of the cache.")
+
+    @classmethod
+    def no_such_level(cls, op: str, level: int, steps: int) -> MetadataError:
+        return cls(
+            f"{op}: level {level} of {steps} steps.",
+            "count levels from 0, the root's children, to steps - 1.",
+        )
+
+    @classmethod
+    def half_a_tree(cls, op: str) -> MetadataError:
+        return cls(f"{op}: one of scores and parents is None.", "pass both for a tree, neither for a chain.")
+
+    @classmethod
+    def wrong_candidates(cls, op: str, nodes: int, count: int) -> MetadataError:
+        return cls(
+            f"{op}: {nodes} nodes are wanted of a root and {count} draft tokens.",
+            "a tree needs at least nodes - 1 candidates, a chain exactly as many.",
+        )
+
+    @classmethod
+    def wrong_nodes(cls, op: str, nodes: int, most: int) -> MetadataError:
+        return cls(
+            f"{op}: a tree of {nodes} nodes.",
+            f"draft 1 to {most} tokens per request, the root included.",
+        )
+
+    @classmethod
+    def tree_needs_small_pages(cls, op: str, page_size: int) -> MetadataError:
+        return cls(
+            f"{op}: a tree and a page size of {page_size}: the accepted path does not fill whole pages.",
+            "use a page size of 1 for trees, where a commit permutes slots, or a chain (top-k 1, mask=None).",
+        )

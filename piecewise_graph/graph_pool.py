@@ -279,7 +279,6 @@ class CapturedCall:
             self._pool.run_off_default_stream((self.replay,))
 
     def drop_graphs(self) -> None:
-        """Called by the pool."""
         self.replay = None
 
 

@@ -8,17 +8,14 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from house import FILES, GRAPH, HOUSE, MODULES, module_of, parsed, room_of
 
 import piecewise_graph as pg
-
-HOUSE = Path(pg.__file__).parent
-CUSTOM_OPS = HOUSE.parent / "custom_ops"
-FILES = sorted([*HOUSE.rglob("*.py"), *CUSTOM_OPS.rglob("*.py")])
 
 # A room (a package, or a file beside the packages) imports from rooms above its own line, never from its own
 # line or below. What a package holds is its own business, as long as its files make no circle.
@@ -64,55 +61,7 @@ INNER_LEVELS = {
     ),
 }
 CORE = set().union(*LEVELS[: LEVELS.index({"__init__"}) + 1])
-LONG_FILES = {"errors": 480, "_torch": 480}  # catalogues, to be read in one sitting
-LONG_FILES |= {"argument_checks": 364}  # to be cut
-LONG_FUNCTIONS = {"select_branches": 66}  # to be cut
 SHARED_NAMES = {"__init__", "errors"}  # errors: the catalogue of its package
-
-
-def module_of(path: Path) -> str:
-    inside = path.relative_to(HOUSE.parent).with_suffix("").parts
-    parts = ("piecewise_graph", *inside) if inside[0] == "custom_ops" else inside
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module_of(path): path for path in FILES}
-PACKAGES = {name for name, path in MODULES.items() if path.stem == "__init__"}
-
-
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def imported(module: str) -> set[str]:
-    """Modules of the house that `module` names in imports, wherever they stand, and in import strings."""
-    package = module if module in PACKAGES else module.rpartition(".")[0]
-    found: set[str] = set()
-    for node in ast.walk(parsed(MODULES[module])):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            source = ".".join(filter(None, (base, node.module)))
-            inner = {f"{source}.{alias.name}" for alias in node.names} & MODULES.keys()
-            found |= inner or {source}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            name = node.value
-            found |= (
-                {name, package + name, f"{package}.{name}"}
-                if re.fullmatch(r"[a-z_]*(\.[a-z_]+)+", name)
-                else set()
-            )
-    return (found & MODULES.keys()) - {module}
-
-
-GRAPH = {module: imported(module) for module in MODULES}
-
-
-def room_of(module: str, depth: int) -> str:
-    """`piecewise_graph.eagle.head.draft` -> "eagle" at depth 1, "head" at depth 2."""
-    parts = module.split(".")
-    return parts[depth] if len(parts) > depth else "__init__"
 
 
 def arrows_upward(package: str, levels: Sequence[Collection[str]]) -> list[str]:
@@ -126,14 +75,6 @@ def arrows_upward(package: str, levels: Sequence[Collection[str]]) -> list[str]:
         if room_of(module, depth) != room_of(target, depth) and module != "piecewise_graph"
         if level[room_of(target, depth)] >= level[room_of(module, depth)]
     ]
-
-
-def floors(graph: Mapping[str, Collection[str]]) -> int:
-    """How many modules stand on one another at the most; raises CycleError for a circle."""
-    height: dict[str, int] = {}
-    for module in TopologicalSorter(graph).static_order():
-        height[module] = 1 + max((height[below] for below in graph.get(module, ())), default=0)
-    return max(height.values())
 
 
 def test_every_room_has_a_level() -> None:
@@ -232,84 +173,6 @@ def test_only_one_file_touches_private_torch(path: Path) -> None:
         if re.match(r"torch(\.\w+)*\._[a-z]", name)
     }
     assert not private | from_private
-
-
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
-    """All but kernels, whose length is their launch's."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and "triton.jit" not in map(_name, node.decorator_list):
-            yield node
-
-
-def _name(decorator: ast.expr) -> str:
-    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
-
-
-AROUND = sorted([*HOUSE.parent.glob("tests/*.py"), *HOUSE.parent.glob("benchmarks/*.py")])
-
-
-def long_functions(path: Path) -> dict[str, int]:
-    lengths = {f.name: (f.end_lineno or 0) - f.lineno + 1 for f in functions(parsed(path))}
-    return {name: length for name, length in lengths.items() if length > LONG_FUNCTIONS.get(name, 60)}
-
-
-def lines_of(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
-
-
-@pytest.mark.parametrize("path", [*FILES, *AROUND], ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_functions_fit_on_a_screen_and_files_stay_short(path: Path) -> None:
-    assert not long_functions(path)
-    assert lines_of(path) <= LONG_FILES.get(path.stem, 335)
-
-
-def test_figures_of_the_house(capsys: pytest.CaptureFixture[str]) -> None:
-    """What a reader of the structure asks first, printed in every run."""
-    upward_table = GRAPH["piecewise_graph"] - {m for m in MODULES if room_of(m, 1) not in CORE}
-    rooms = {room_of(module, 1) for module in MODULES if module != "piecewise_graph"}
-    longest = max(FILES, key=lines_of)
-    sizes = {
-        (f.end_lineno or 0) - f.lineno + 1: f"{path.stem}.{f.name}"
-        for path in FILES
-        for f in functions(parsed(path))
-    }
-    parts = {part: sum(code_lines(path) for path in FILES if part_of(path) == part) for part in BUDGETS}
-    with capsys.disabled():
-        print(
-            f"\nhouse: {len(rooms)} rooms in {len(LEVELS)} levels, {len(FILES)} files on "
-            f"{floors({**GRAPH, 'piecewise_graph': upward_table})} floors; longest file {longest.name} "
-            f"({lines_of(longest)} lines), longest function {sizes[max(sizes)]} ({max(sizes)} lines); "
-            f"code lines {parts}, {sum(parts.values())} in all"
-        )
-    assert len(rooms) == sum(map(len, LEVELS)) - 1  # __init__ is the house itself
-
-
-def code_lines(path: Path) -> int:
-    """Lines that hold code: what a budget should count, so that nobody saves on docstrings."""
-    tree = parsed(path)
-    docs = {
-        line
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-        and ast.get_docstring(node) is not None
-        for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
-    }
-    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-    return sum(1 for n, line in lines if n not in docs and line.strip() and not line.strip().startswith("#"))
-
-
-# Lines of code: what stands. They fall; a feature may raise one by what it adds, said in its commit.
-BUDGETS = {"core": 5927, "eagle": 3088, "bench": 647, "cli": 520, "custom_ops": 4091}
-
-
-def part_of(path: Path) -> str:
-    room = room_of(module_of(path), 1)
-    return room if room in BUDGETS else "core"
-
-
-@pytest.mark.parametrize("part", BUDGETS)
-def test_parts_stay_within_their_budgets(part: str) -> None:
-    assert sum(code_lines(path) for path in FILES if part_of(path) == part) <= BUDGETS[part]
 
 
 def test_public_names_are_listed_sorted_and_exist() -> None:

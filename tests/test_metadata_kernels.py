@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
-from test_metadata import (
+from metadata_cases import (
     PAGES,
     SEEDS,
     dyadic_probs,
@@ -32,12 +32,6 @@ def test_kernels_in_the_interpreter() -> None:
     assert_passes_interpreted(__file__)
 
 
-def kernel(name: str, flat: tuple) -> None:
-    from piecewise_graph.custom_ops.metadata import metadata_launches
-
-    metadata_launches.bind(name, flat)()
-
-
 def copies(flat: tuple, device: torch.device) -> tuple:
     return tuple(x.to(device, copy=True) if isinstance(x, Tensor) else x for x in flat)
 
@@ -49,7 +43,7 @@ def agree(op: md.MetadataOp, *args: object, **kwargs: object) -> None:
     """
     flat = op.flatten(*args, **kwargs)
     ours, expected = copies(flat, DEVICE), copies(flat, torch.device("cpu"))
-    kernel(op.name, ours)
+    op.kernel(ours)()
     getattr(torch.ops.piecewise, op.name)(*expected)
     for place, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
         if isinstance(theirs, Tensor):
@@ -81,34 +75,21 @@ class TestKernels:
         agree(md.extend_batch, batch, queries, narrow)
 
     @EXAMPLES
-    @given(SEEDS, SIZES, PAGE_SIZES, st.integers(1, 300))
-    def test_kv_indices(self, seed: int, size: int, page_size: int, capacity: int) -> None:
-        batch = random_batch(seed, size, page_size, room=0)
-        agree(md.kv_indices, batch, garbage(md.PagedKV.allocate(batch, capacity)))
-
-    @EXAMPLES
-    @given(SEEDS, SIZES, PAGE_SIZES)
-    def test_advance(self, seed: int, size: int, page_size: int) -> None:
-        batch = random_batch(seed, size, page_size, room=0)  # full rows: the next token is in the sink
-        agree(md.advance, batch, batch.ints(size) - 1, batch.ints(size) - 1)
-
-    @EXAMPLES
-    @given(SEEDS, st.integers(1, 4), PAGE_SIZES, st.integers(1, 5), st.integers(1, 5), st.booleans())
+    @given(SEEDS, st.integers(1, 4), PAGE_SIZES, st.integers(1, 5), st.integers(1, 5))
     def test_a_whole_draft_and_its_tree(
-        self, seed: int, size: int, page_size: int, steps: int, topk: int, with_kv: bool
+        self, seed: int, size: int, page_size: int, steps: int, topk: int
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         batch = random_batch(seed, size, page_size, room=seed % 30)  # too little room at times
-        capacity = int(torch.randint(1, size * topk * 80, (), generator=generator)) if with_kv else None
-        levels = garbage(md.DraftSteps.allocate(batch, steps=steps, topk=topk, kv_capacity=capacity))
+        levels = garbage(md.DraftSteps.allocate(batch, steps=steps, topk=topk))
         agree(md.draft_steps, batch, levels)
         branches = garbage(md.Branches.allocate(batch, steps=steps, topk=topk))
         for level in range(steps):
-            shape = (size, topk) if level == 0 else (size, topk, topk)
+            shape = (size, topk if level else 1, topk)
             probs = torch.randint(0, 9, shape, generator=generator) / 8
             tokens = torch.randint(0, 99, shape, generator=generator)
             tokens = tokens.int() if seed % 2 else tokens
-            agree(md.select_branches, batch, level, probs, tokens, branches, levels)
+            agree(md.select_branches, batch.requests, level, probs, tokens, branches)
         count = branches.all_scores.shape[1]
         nodes = 1 + int(torch.randint(0, min(count, 40) + 1, (), generator=generator))
         tree, roots = garbage(md.Tree.allocate(batch, nodes=nodes)), torch.randint(0, 99, (size,))
@@ -196,7 +177,7 @@ class TestKernels:
         md.accept_greedy(batch, tokens, tokens, expected)
         here = replace(batch, **{n: getattr(batch, n).to(DEVICE) for n in ("requests", "seq_lens", "table")})
         out = replace(md.Accepted.allocate(here, nodes=5, steps=4), new_seq_lens=here.seq_lens)
-        kernel("accept_greedy", md.accept_greedy.flatten(here, tokens.to(DEVICE), tokens.to(DEVICE), out))
+        md.accept_greedy.kernel(md.accept_greedy.flatten(here, tokens.to(DEVICE), tokens.to(DEVICE), out))()
         assert torch.equal(here.seq_lens.cpu(), expected.new_seq_lens)
         assert torch.equal(out.positions.cpu(), expected.positions)
         assert not torch.equal(lens, expected.new_seq_lens)
@@ -240,16 +221,15 @@ def test_a_round_is_captured_and_replayed_without_a_sync() -> None:
     assert all(torch.equal(x, y) for x, y in zip(out.args, expected, strict=True))
     batch.seq_lens.zero_()  # a replay reads what is on the device by then
     graph.replay()
-    assert torch.equal(out.new_seq_lens, out.accept_len)
-    assert out.accept_len.any()
+    assert torch.equal(out.new_seq_lens, out.accept_length)
+    assert out.accept_length.any()
 
 
 @pytest.mark.gpu
 def test_the_op_launches_the_kernel_on_cuda() -> None:
     batch = random_batch(4, 5, 16, room=2, device=torch.device("cuda"))
-    positions, slots = batch.ints(5), batch.ints(5)
     here = replace(batch, **{n: getattr(batch, n).cpu() for n in ("requests", "seq_lens", "table")})
-    expected = here.ints(5), here.ints(5)
-    md.advance(batch, positions, slots)
-    md.advance(here, *expected)
-    assert torch.equal(positions.cpu(), expected[0]) and torch.equal(slots.cpu(), expected[1])
+    found, expected = (md.DraftSteps.allocate(b, steps=3, topk=2) for b in (batch, here))
+    md.draft_steps(batch, found)
+    md.draft_steps(here, expected)
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(found.args, expected.args, strict=True))

@@ -1,10 +1,9 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 """Triton kernels of acceptance: walk the tree, draw the bonus, commit. One program per request.
 
-Note [Walking without walking]
-Following next_token and next_sibling through memory is a chain of dependent loads, hundreds of cycles each.
-Here a program holds the whole tree: every node takes its test at once, and a node is accepted when no elder
-sibling passed and all of its ancestors (its row of the mask) did.
+Following links from node to node through memory would be a chain of dependent loads, hundreds of cycles each.
+A program holds the whole tree instead: every node takes its test at once. A node is accepted when it passed,
+all of its ancestors (its row of the mask) passed, and no elder sibling of any of them did.
 """
 
 import triton
@@ -16,7 +15,7 @@ _NONE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _load_tree(mask, b, n, nodes, CHAIN: tl.constexpr, BLOCK_N: tl.constexpr):
+def _load_tree(mask, b, n, nodes):
     """int32 [n, m] ancestors and itself, [n, m] elder siblings, parent of each node (-1: none)."""
     m = n[None, :]
     inside = (n[:, None] < nodes) & (m < nodes)
@@ -53,8 +52,7 @@ def _commit(
     token,
     bonus,
     table,
-    accept_index,
-    accept_len,
+    accept_length,
     out_tokens,
     last_token,
     new_seq_lens,
@@ -90,11 +88,9 @@ def _commit(
 
     c = tl.arange(0, BLOCK_S)
     rest = (c >= count) & (c < longest)
-    tl.store(accept_index + b * longest + c, tl.full([BLOCK_S], -1, tl.int32), mask=rest)
     tl.store(out_tokens + b * longest + c, tl.full([BLOCK_S], -1, tl.int32), mask=rest)
     row = b * nodes + n
     accepted = inside & (path != 0)
-    tl.store(accept_index + b * longest + depth, row, mask=accepted)
     tl.store(hidden_index + b * nodes + depth, row, mask=accepted)
     tl.store(hidden_index + row, row, mask=inside & (n >= count))
     drafted = accepted & (n > 0)
@@ -105,7 +101,7 @@ def _commit(
         tl.store(out_tokens + b * longest + count - 1, bonus)
         tl.store(input_ids + b * nodes + count - 1, bonus)
     tl.store(positions + row, tl.where(live, length + n, 0), mask=inside)
-    tl.store(accept_len + b, count)
+    tl.store(accept_length + b, count)
     tl.store(last_token + b, tl.where(live, bonus, 0))
     tl.store(new_seq_lens + b, tl.where(live, length + count, 0))
     tl.store(select_index + b, b * nodes + tl.maximum(count - 1, 0))
@@ -117,10 +113,8 @@ def accept_greedy_kernel(
     seq_lens,
     table,
     tokens,
-    mask,
     target_ids,
-    accept_index,
-    accept_len,
+    accept_length,
     out_tokens,
     last_token,
     new_seq_lens,
@@ -129,6 +123,7 @@ def accept_greedy_kernel(
     hidden_index,
     positions,
     slot_mapping,
+    mask,
     nodes,
     longest,
     row_pages,
@@ -149,7 +144,7 @@ def accept_greedy_kernel(
         depth = n
         path = _chain_path((token == target).to(tl.int32), n, nodes)
     else:
-        tree, elder, parent = _load_tree(mask, b, n, nodes, CHAIN, BLOCK_N)
+        tree, elder, parent = _load_tree(mask, b, n, nodes)
         target = tl.load(target_ids + b * nodes + parent, mask=draft & (parent >= 0), other=0).to(tl.int32)
         path, depth = _tree_path((token == target).to(tl.int32), tree, elder, n, nodes, longest)
     path = tl.where(live, path, 0)
@@ -157,7 +152,7 @@ def accept_greedy_kernel(
     bonus = tl.load(target_ids + b * nodes + tip).to(tl.int32)
     _commit(
         b, request, length, path, depth, token, bonus, table,
-        accept_index, accept_len, out_tokens, last_token, new_seq_lens, select_index,
+        accept_length, out_tokens, last_token, new_seq_lens, select_index,
         input_ids, hidden_index, positions, slot_mapping,
         nodes, longest, row_pages, PAGE, not CHAIN, BLOCK_N, BLOCK_S,
     )  # fmt: skip
@@ -236,12 +231,10 @@ def accept_sampled_kernel(
     seq_lens,
     table,
     tokens,
-    mask,
     target_probs,
     draft_probs,
     uniforms,
-    accept_index,
-    accept_len,
+    accept_length,
     out_tokens,
     last_token,
     new_seq_lens,
@@ -250,6 +243,7 @@ def accept_sampled_kernel(
     hidden_index,
     positions,
     slot_mapping,
+    mask,
     nodes,
     longest,
     row_pages,
@@ -277,7 +271,7 @@ def accept_sampled_kernel(
         parent = n - 1
         depth = n
     else:
-        tree, elder, parent = _load_tree(mask, b, n, nodes, CHAIN, BLOCK_N)
+        tree, elder, parent = _load_tree(mask, b, n, nodes)
         known = known & (parent >= 0)
     p = tl.load(target_probs + (first + parent) * vocab + token, mask=known, other=0.0)
     if WITH_Q:
@@ -306,7 +300,7 @@ def accept_sampled_kernel(
     )  # fmt: skip
     _commit(
         b, request, length, path, depth, token, bonus, table,
-        accept_index, accept_len, out_tokens, last_token, new_seq_lens, select_index,
+        accept_length, out_tokens, last_token, new_seq_lens, select_index,
         input_ids, hidden_index, positions, slot_mapping,
         nodes, longest, row_pages, PAGE, not CHAIN, BLOCK_N, BLOCK_S,
     )  # fmt: skip

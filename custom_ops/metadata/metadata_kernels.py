@@ -1,11 +1,9 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Triton kernels of batches and drafts.
+"""Triton kernels of batches and drafts. Grids and constants are in `metadata_launches.py`.
 
-Arguments are as in the reference; grids and constants stand in `metadata_launches.py`.
-
-One program serves one request (and one chunk of its tokens or pages), so that what belongs to a request is
-ordered by one program and needs barriers at most. Loops have constant bounds or are `while`: with
-numpy 2.4, Triton's interpreter cannot count to a tensor.
+One program serves one request (and one chunk of its tokens or pages). So the accesses to a request's data are
+ordered within one program, by barriers at most. Loops have constant bounds or are `while`: with numpy 2.4,
+Triton's interpreter cannot count to a tensor.
 """
 
 import triton
@@ -14,28 +12,19 @@ import triton.language as tl
 
 @triton.jit
 def slot_of(table, request, token, wanted, row_pages, PAGE: tl.constexpr):
-    """Slots of tokens of one request; 0, the sink, where not wanted or past the row."""
+    """Slots of tokens of one request; 0, in the null page, where not wanted or past the row."""
     page = token // PAGE
     inside = wanted & (page >= 0) & (page < row_pages)
     entry = tl.load(table + request.to(tl.int64) * row_pages + page, mask=inside, other=0)
     return tl.where(inside, entry * PAGE + token % PAGE, 0)
 
 
-@triton.jit
-def live_lens_of_all(requests, lens, num_requests, BLOCK_B: tl.constexpr):
-    """Every request's number, whether it is live, and its length, 0 if it is padded."""
-    every = tl.arange(0, BLOCK_B)
-    inside = every < num_requests
-    live = tl.load(requests + every, mask=inside, other=0) != 0
-    return every, live, tl.load(lens + every, mask=live, other=0)
-
-
 @triton.jit(do_not_specialize=["num_requests", "num_rows", "row_pages", "out_pages"])
 def extend_batch_kernel(
     requests,
     seq_lens,
-    query_lens,
     table,
+    query_lens,
     qo_indptr,
     slot_mapping,
     positions,
@@ -50,12 +39,14 @@ def extend_batch_kernel(
 ):
     b, chunk = tl.program_id(0), tl.program_id(1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
-    every, _, queries = live_lens_of_all(requests, query_lens, num_requests, BLOCK_B)
+    every = tl.arange(0, BLOCK_B)
+    live = tl.load(requests + every, mask=every < num_requests, other=0) != 0
+    queries = tl.load(query_lens + every, mask=live, other=0)
     start = tl.sum(tl.where(every < b, queries, 0), 0)
     row = start + at
     if chunk == 0:
         tl.store(qo_indptr + b, start)
-    if b == num_requests:  # the extra program: rows of nobody
+    if b == num_requests:  # the extra program: rows of no request
         tl.store(slot_mapping + row, tl.zeros([BLOCK], tl.int32), mask=row < num_rows)
         tl.store(positions + row, tl.zeros([BLOCK], tl.int32), mask=row < num_rows)
     else:
@@ -71,64 +62,7 @@ def extend_batch_kernel(
         tl.store(block_table + b.to(tl.int64) * out_pages + at, page, mask=used)
 
 
-@triton.jit(do_not_specialize=["num_requests", "row_pages", "capacity"])
-def kv_indices_kernel(
-    requests,
-    seq_lens,
-    table,
-    kv_indptr,
-    kv_indices,
-    last_page_len,
-    num_requests,
-    row_pages,
-    capacity,
-    PAGE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    b, chunk = tl.program_id(0), tl.program_id(1)
-    every, _, lens = live_lens_of_all(requests, seq_lens, num_requests, BLOCK_B)
-    pages = tl.minimum((lens + PAGE - 1) // PAGE, row_pages)
-    start = tl.sum(tl.where(every < b, pages, 0), 0)
-    count = tl.sum(tl.where(every == b, pages, 0), 0)
-    if chunk == 0:
-        length = tl.sum(tl.where(every == b, lens, 0), 0)
-        tl.store(kv_indptr + b, start)
-        tl.store(last_page_len + b, tl.where(length > 0, (length - 1) % PAGE + 1, 0))
-        if b == num_requests - 1:
-            tl.store(kv_indptr + num_requests, start + count)
-    at = chunk * BLOCK + tl.arange(0, BLOCK)
-    request = tl.load(requests + b).to(tl.int64)
-    mine = (at < count) & (start + at < capacity)
-    tl.store(
-        kv_indices + start + at, tl.load(table + request * row_pages + at, mask=mine, other=0), mask=mine
-    )
-
-
 @triton.jit(do_not_specialize=["num_requests", "row_pages"])
-def advance_kernel(
-    requests,
-    seq_lens,
-    table,
-    positions,
-    slot_mapping,
-    num_requests,
-    row_pages,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = b < num_requests
-    request = tl.load(requests + b, mask=inside, other=0)
-    live = request != 0
-    length = tl.load(seq_lens + b, mask=live, other=0)
-    tl.debug_barrier()  # seq_lens is written in place
-    tl.store(positions + b, length, mask=inside)
-    tl.store(slot_mapping + b, slot_of(table, request, length, live, row_pages, PAGE), mask=inside)
-    tl.store(seq_lens + b, tl.where(live, length + 1, 0), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_requests", "row_pages", "capacity"])
 def draft_steps_kernel(
     requests,
     seq_lens,
@@ -136,96 +70,48 @@ def draft_steps_kernel(
     positions,
     slot_mapping,
     lengths,
-    kv_indptr,
-    kv_indices,
     num_requests,
     row_pages,
-    capacity,
     PAGE: tl.constexpr,
     LEVELS: tl.constexpr,
     TOPK: tl.constexpr,
-    HAS_KV: tl.constexpr,
-    BLOCK_B: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    b, chunk = tl.program_id(0), tl.program_id(1)
+    b = tl.program_id(0)
     request = tl.load(requests + b)
     live = request != 0
     length = tl.where(live, tl.load(seq_lens + b), 0)
     i = tl.arange(0, BLOCK_L)  # branch j of level s is i = s*k + j, and so is its token, after the prefix
     level, branch, wanted = i // TOPK, i % TOPK, i < LEVELS * TOPK
-    if chunk == 0:
-        row = (level * num_requests + b) * TOPK + branch
-        tl.store(positions + row, tl.where(live, length + level, 0), mask=wanted)
-        slots = slot_of(table, request, length + i, wanted & live, row_pages, PAGE)
-        tl.store(slot_mapping + row, slots, mask=wanted)
-        total = tl.where(live, length + (level + 1) * TOPK, 0)
-        tl.store(lengths + level * num_requests + b, total, mask=wanted & (branch == 0))
-    if HAS_KV:
-        every, live_all, lens = live_lens_of_all(requests, seq_lens, num_requests, BLOCK_B)
-        earlier = every < b
-        tokens_before = tl.sum(tl.where(earlier, lens, 0), 0)
-        live_before = tl.sum((earlier & live_all).to(tl.int32), 0)
-        if chunk == 0:
-            attended = tl.where(live, length + level + 1, 0)
-            base = TOPK * (tokens_before + (level + 1) * live_before)
-            place = kv_indptr + level * (num_requests * TOPK + 1) + b * TOPK + branch
-            tl.store(place, base + branch * attended, mask=wanted)
-            last = wanted & (branch == TOPK - 1) & (b == num_requests - 1)
-            tl.store(place + 1, base + TOPK * attended, mask=last)
-            if TOPK == 1:  # a chain's extension; select_branches writes a tree's
-                d = tl.arange(0, BLOCK_L)[None, :]
-                at = base[:, None] + length + d
-                mine = wanted[:, None] & (d <= level[:, None]) & live & (at < capacity)
-                own = slot_of(table, request, length + d, (d < LEVELS) & live, row_pages, PAGE)
-                own = tl.broadcast_to(own, [BLOCK_L, BLOCK_L])
-                tl.store(kv_indices + level[:, None].to(tl.int64) * capacity + at, own, mask=mine)
-        if chunk * BLOCK < length:
-            token = chunk * BLOCK + tl.arange(0, BLOCK)
-            mine = (token < length) & (token < row_pages * PAGE)
-            prefix = slot_of(table, request, token, mine, row_pages, PAGE)
-            for s in range(LEVELS):
-                start = TOPK * (tokens_before + (s + 1) * live_before)
-                row_of_level = kv_indices + tl.cast(s, tl.int64) * capacity
-                for j in range(TOPK):
-                    at = start + j * (length + s + 1) + token
-                    tl.store(row_of_level + at, prefix, mask=mine & (at < capacity))
+    row = (level * num_requests + b) * TOPK + branch
+    tl.store(positions + row, tl.where(live, length + level, 0), mask=wanted)
+    slots = slot_of(table, request, length + i, wanted & live, row_pages, PAGE)
+    tl.store(slot_mapping + row, slots, mask=wanted)
+    total = tl.where(live, length + (level + 1) * TOPK, 0)
+    tl.store(lengths + level * num_requests + b, total, mask=wanted & (branch == 0))
 
 
-@triton.jit(do_not_specialize=["level", "steps", "num_requests", "row_pages", "capacity"])
+@triton.jit(do_not_specialize=["level", "steps"])
 def select_branches_kernel(
     requests,
-    seq_lens,
-    table,
     probs,
     child_tokens,
     scores,
     tokens,
-    parents,
     hidden_index,
     candidates,
     all_scores,
     all_tokens,
     all_parents,
-    ancestors,
     mask,
-    kv_indptr,
-    kv_indices,
     level,
     steps,
-    num_requests,
-    row_pages,
-    capacity,
-    PAGE: tl.constexpr,
     TOPK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    HAS_KV: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     b = tl.program_id(0)
@@ -276,13 +162,8 @@ def select_branches_kernel(
             new_score = tl.load(scores + branches + parent, mask=kept & live, other=0.0) * new_score
         new_token = tl.load(child_tokens + children + best, mask=kept & live, other=0).to(tl.int32)
 
-        # The path of a branch is its parent's and itself.
-        length = tl.where(live, tl.load(seq_lens + b), 0)
-        own = slot_of(table, request, length + level * TOPK + j, kept & live, row_pages, PAGE)
-        d = tl.arange(0, BLOCK_S)[None, :]
+        # A branch sees what its parent sees, and itself.
         old = (branches + parent)[:, None]
-        path = tl.load(ancestors + old * steps + d, mask=kept[:, None] & (d < level), other=0)
-        path = tl.where(d == level, own[:, None], path)
         m = tl.arange(0, BLOCK_M)[None, :]
         width = (steps - 1) * TOPK
         seen = tl.load(mask + old.to(tl.int64) * width + m, mask=kept[:, None] & (m < level * TOPK), other=0)
@@ -292,17 +173,10 @@ def select_branches_kernel(
         at = branches + j
         tl.store(scores + at, new_score, mask=kept)
         tl.store(tokens + at, new_token, mask=kept)
-        tl.store(parents + at, parent, mask=kept)
         if FIRST:
             tl.store(hidden_index + at, parent + b, mask=kept)
         else:
             tl.store(hidden_index + at, branches + parent, mask=kept)
         tl.store(candidates + at, offset + best, mask=kept)
         row = at[:, None]
-        tl.store(ancestors + row * steps + d, path, mask=kept[:, None] & (d < steps))
         tl.store(mask + row.to(tl.int64) * width + m, seen, mask=kept[:, None] & (m < width))
-        if HAS_KV:
-            begin = tl.load(kv_indptr + level * (num_requests * TOPK + 1) + at, mask=kept, other=0)
-            slot_at = begin[:, None] + length + d
-            mine = kept[:, None] & (d <= level) & live & (slot_at < capacity)
-            tl.store(kv_indices + level.to(tl.int64) * capacity + slot_at, path, mask=mine)

@@ -6,8 +6,6 @@ import triton.language as tl
 
 from .metadata_kernels import slot_of
 
-_NONE = tl.constexpr(2**31 - 1)
-
 
 @triton.jit
 def _best_candidates(scores, live, nodes, count, BLOCK_C: tl.constexpr):
@@ -38,17 +36,14 @@ def build_tree_kernel(
     table,
     root_tokens,
     draft_tokens,
-    scores,
-    parents,
     tokens,
     positions,
     mask,
-    retrieve_index,
-    next_token,
-    next_sibling,
     slot_mapping,
     lengths,
     qo_indptr,
+    scores,
+    parents,
     num_requests,
     nodes,
     count,
@@ -71,14 +66,12 @@ def build_tree_kernel(
         candidate = n - 1
         depth = n
         related = m <= n[:, None]
-        child = tl.where(n + 1 < nodes, n + 1, -1)
-        sibling = tl.full([BLOCK_N], -1, tl.int32)
     else:
         chosen, node = _best_candidates(scores + b * count, live, nodes, count, BLOCK_C)
-        # retrieve_index holds the candidates of the nodes until it gets its own values.
-        tl.store(retrieve_index + b * nodes + node, tl.arange(0, BLOCK_C), mask=chosen)
+        # `tokens` holds the candidates of the nodes until it gets its own values.
+        tl.store(tokens + b * nodes + node, tl.arange(0, BLOCK_C), mask=chosen)
         tl.debug_barrier()
-        candidate = tl.load(retrieve_index + row, mask=draft, other=0)
+        candidate = tl.load(tokens + row, mask=draft, other=0)
         tl.debug_barrier()
         wanted = tl.load(parents + b * count + candidate, mask=draft & live, other=-1)
         same = (candidate[None, :] == wanted[:, None]) & (m > 0) & (m < n[:, None])
@@ -91,19 +84,10 @@ def build_tree_kernel(
             above = tl.sum(tl.where(m == above[:, None], parent[None, :], 0), 1)
         depth = tl.sum((related & inside[:, None]).to(tl.int32), 1) - 1
 
-        later = (m > n[:, None]) & (m < nodes)
-        child = tl.min(tl.where(later & (parent[None, :] == n[:, None]), m, _NONE), 1)
-        sibling = tl.min(tl.where(later & (parent[None, :] == parent[:, None]), m, _NONE), 1)
-        child = tl.where(child == _NONE, -1, child)
-        sibling = tl.where((sibling == _NONE) | (n == 0), -1, sibling)
-
     token = tl.load(draft_tokens + b * count + candidate, mask=draft & live, other=0).to(tl.int32)
     root = tl.load(root_tokens + b).to(tl.int32)
     tl.store(tokens + row, tl.where((n == 0) & live, root, token), mask=inside)
     tl.store(positions + row, tl.where(live, length + depth, 0), mask=inside)
-    tl.store(retrieve_index + row, row, mask=inside)
-    tl.store(next_token + row, child, mask=inside)
-    tl.store(next_sibling + row, sibling, mask=inside)
     slots = slot_of(table, request, length + n, inside & live, row_pages, PAGE)
     tl.store(slot_mapping + row, slots, mask=inside)
     tl.store(mask + row[:, None] * nodes + m, related, mask=inside[:, None] & (m < nodes))

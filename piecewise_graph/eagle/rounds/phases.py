@@ -94,7 +94,7 @@ class Phases:
             ring[requests, tensors.buffers.seq_lens % ring.shape[1]] = features
         state.seq_lens.index_copy_(0, requests, accepted.new_seq_lens)
         state.root.index_copy_(0, requests, accepted.bonus)
-        torch.cat([accepted.out_tokens, accepted.accept_len[:, None]], 1, out=tensors.buffers.result)
+        torch.cat([accepted.out_tokens, accepted.accept_length[:, None]], 1, out=tensors.buffers.result)
 
     def accepted_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """(ids, positions int32 `[B*N]`, features `[B*N, F]`) for the draft: N rows of every request."""
@@ -148,8 +148,8 @@ class Phases:
         hidden, logits = self._draft_start()
         md.draft_steps(tensors.batch, steps)
         for level in range(tensors.shape.steps):
-            probs, tokens = self._children(logits, level)
-            md.select_branches(tensors.batch, level, probs, tokens, branches, steps)
+            probs, tokens = self._children(logits)
+            md.select_branches(tensors.batch.requests, level, probs, tokens, branches)
             if level < tensors.shape.steps - 1:
                 hidden = models.step(
                     mode,
@@ -160,14 +160,14 @@ class Phases:
                 )
                 logits = models.head(mode, None, hidden=hidden)
 
-    def _children(self, logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
-        """The k most likely next tokens of every branch, `[B, k]` of the root and `[B, k, k]` below it."""
+    def _children(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The k most likely next tokens of every branch, `[B, 1, k]` of the root and `[B, k, k]` below it."""
         size, topk = self.tensors.size, self.tensors.shape.topk
         logits = logits.float()
         best = logits.topk(topk, -1)
         probs = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
         tokens = self.resources.models.draft.to_target(best.indices)
-        shape = (size, topk) if level == 0 else (size, topk, topk)
+        shape = size, -1, topk
         return probs.view(shape), tokens.view(shape)
 
     def _accept(self, logits: Tensor) -> None:
