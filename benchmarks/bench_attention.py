@@ -25,7 +25,7 @@ import piecewise_graph as pg
 from benchmarks.attention_sides import KV_HEADS, LIBRARIES, SIDES, Point, Setup, Side, make_setup
 from benchmarks.common import RESULTS, Mark, table, write
 from piecewise_graph.custom_ops.attention import AttentionBatch, attention
-from piecewise_graph.frontend.lookup import state_of
+from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.recorder.tape import LateCall
 
 MARKED = [(requests, context) for context in (128, 1024, 8192) for requests in (1, 4, 16, 32)]

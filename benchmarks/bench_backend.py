@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import piecewise_graph as pg  # noqa: E402
 from benchmarks.common import RESULTS, Mark, alternate, table, without_out, write  # noqa: E402
 from benchmarks.llama import SHAPES, Shape, random_model  # noqa: E402
-from piecewise_graph.frontend.lookup import state_of  # noqa: E402
+from piecewise_graph.frontend.state_lookup import state_of  # noqa: E402
 from piecewise_graph.recorder.tape import LateCall, ReplayTape  # noqa: E402
 from piecewise_graph.sizes import evaluate  # noqa: E402
 from piecewise_graph.splitter.split_graph import Ref  # noqa: E402

@@ -9,17 +9,17 @@ the cache then. Per shape:
 * start: one process per way of compiling, with empty caches of Inductor and Triton (cold). Seconds count from
   a process that has imported everything and has the weights and the attention kernels on the device:
   `first_call_s` at the largest token count, `ready_s` until all of them have run, `backend_s` of it in the
-  backend. Other people's sides, of all shapes, start side by side (--jobs), ours alone, and once more in a
-  process that finds the first one's caches (warm).
-* ready: all sides in one process that finds everybody's caches, which is other people's warm start: the same
-  seconds, those spent capturing, and memory (`held_bytes`: reserved by torch, `device_bytes`: gone from the
-  device, `peak_bytes`: in use at most). "raw" and "meta" capture what "compile" has compiled.
+  backend. The other ways start in parallel (--jobs). Ours starts alone, and once more in a process that finds
+  the caches of the first one (warm).
+* ready: all sides in one process that finds the caches of all starts, so the other ways start warm. Columns
+  are the same seconds, those spent capturing, and memory (`held_bytes`: reserved by torch, `device_bytes`:
+  taken from the device, `peak_bytes`: highest use). "raw" and "meta" capture what "compile" has compiled.
 * forward: the same process; the sides take turns. `host_us` is the time until a call returns. The floor is
   the bytes of the weights over the read bandwidth, measured there too.
 
-All steps run off CUDA's default stream, which is kind to sides that launch many graphs. A side that fails, or
-takes longer than --patience to become ready, is a row that says so. So is what --budget leaves no time for;
-results are written shape by shape, a shape's starts before the rest.
+All steps run off CUDA's default stream, where launching many graphs is cheaper. A side that fails, or takes
+longer than --patience to become ready, is a row that says so; so is a side that --budget leaves no time for.
+Results are written shape by shape, the starts of a shape before the rest.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _options(given: list[str]) -> argparse.Namespace:
 
 
 def _bench(command: str, options: argparse.Namespace, folder: Path) -> None:
-    """Other people's starts, of all shapes; then each shape, written as far as it is known."""
+    """The starts of the other ways, for all shapes; then each shape, written as far as it is known."""
     shapes = options.shapes.split(",")
     others = {} if options.no_start else _other_starts(shapes, options, folder)
     for shape in shapes:
@@ -108,7 +108,7 @@ def _bench(command: str, options: argparse.Namespace, folder: Path) -> None:
 
 
 def _starting(options: argparse.Namespace) -> list[str]:
-    """Whose starts the sides are."""
+    """The starts that the sides need: one per way of compiling."""
     wanted = [side for side in options.sides.split(",") if side in STARTS]
     if not torch.cuda.is_available():
         wanted = [side for side in wanted if not SIDES[side].needs_cuda]
@@ -116,7 +116,7 @@ def _starting(options: argparse.Namespace) -> list[str]:
 
 
 def _other_starts(shapes: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
-    """Other people's cold starts in processes of their own, side by side."""
+    """Cold starts of the other ways, in parallel processes."""
     wanted = [(shape, name) for shape in shapes for name in _starting(options) if name != "ours"]
     with ThreadPoolExecutor(max_workers=options.jobs) as pool:
         rows = list(pool.map(lambda each: _start(*each, "cold", options, folder), wanted))

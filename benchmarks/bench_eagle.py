@@ -2,9 +2,9 @@
 
     python -m benchmarks.bench_eagle
 
-Random weights in bf16, a chain of 3 steps, 128 tokens of context per request. Acceptance is SYNTHETIC: a mean
-of 1 (nothing is accepted) and of 2.5 tokens per round is set, which changes what a token takes and hardly
-what a round does. In one process, on the same requests, these take turns:
+Random weights in bf16, a chain of 3 steps, 128 tokens of context per request. Acceptance is SYNTHETIC, with a
+mean of 1 (nothing is accepted) and of 2.5 tokens per round. It changes the time per token and hardly the time
+per round. In one process, on the same requests, these take turns:
 
     full            draft, verify and draft-extend are one graph each
     piecewise       their forwards are tapes, attention between the graphs
@@ -13,8 +13,8 @@ what a round does. In one process, on the same requests, these take turns:
     plain           no draft: one token per round, as one graph
 
 The floor of a round is the time that reading its weights takes: the target's once, and the head's S times.
-Then the planner generates with a draft that is decreed to be always wrong, in turns with plain decoding. A
-trained pair (the repository's byte-level model and its heads) follows, with acceptance as it is found.
+Then the planner generates with a draft that is always rejected, in turns with plain decoding. Last
+comes a trained pair, the repository's byte-level model and its heads, with real acceptance.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def measure(pair: Pair, batch: int, accept_length: float, options: argparse.Name
 
 
 def always_wrong(pair: Pair, batch: int, turns: int) -> Row:
-    """Whole answers of the planner, whose draft is never accepted, and of plain decoding, in turns.
+    """Whole answers of the planner with a draft that is always rejected, in turns with plain decoding.
 
     Each side is one engine, as in a server: what the planner has learned lasts.
     """

@@ -30,7 +30,7 @@ import piecewise_graph as pg
 from benchmarks.common import RESULTS, Mark, Timing, alternate_host, table, without_out, write
 from benchmarks.llama import SHAPES
 from benchmarks.paged import PagedModel
-from piecewise_graph.frontend.lookup import state_of
+from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.recorder.tape import LateCall
 
 LAUNCH_US = 3.0  # what one graph launch may cost

@@ -6,7 +6,6 @@ Each cycle captures seven graphs, replays them and frees everything. The growth 
 tells whether a leak is the library's or lies under it:
 
     bare             seven torch.cuda.CUDAGraph of one kernel each, in a MemPool that is dropped
-    bare, no replay  the same, captured and never launched
     bare, one pool   the same in one MemPool for all cycles
     ours             a model of two layers, its two buckets, GraphPool.release()
     capture_call     six calls of GraphPool.capture_call, GraphPool.release()
@@ -38,7 +37,7 @@ def resident_bytes() -> int:
     return int(fields[1]) * 4096
 
 
-def bare(x: Tensor, memory: torch.cuda.MemPool | None, replay: bool) -> Callable[[], None]:
+def bare(x: Tensor, memory: torch.cuda.MemPool | None) -> Callable[[], None]:
     stream = torch.cuda.Stream()
 
     def cycle() -> None:
@@ -51,7 +50,7 @@ def bare(x: Tensor, memory: torch.cuda.MemPool | None, replay: bool) -> Callable
                 y = x + 1
                 graph.capture_end()
                 graphs.append((graph, y))
-            for graph, _ in graphs if replay else ():
+            for graph, _ in graphs:
                 graph.replay()
         torch.cuda.synchronize()
         del graph, y
@@ -108,7 +107,7 @@ def captured_calls(x: Tensor) -> Callable[[], None]:
 
 def growth(cycle: Callable[[], None], cycles: int) -> dict[str, float]:
     """Bytes of resident memory per cycle, over each half."""
-    for _ in range(20):
+    for _ in range(10):
         cycle()
     marks = []
     for half in (0, cycles // 2, cycles - cycles // 2):
@@ -128,22 +127,21 @@ def growth(cycle: Callable[[], None], cycles: int) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cycles", type=int, default=300)
+    parser.add_argument("--cycles", type=int, default=60)
     parser.add_argument("--out", type=Path, default=RESULTS / "capture_memory.json")
     options = parser.parse_args(given)
     device = torch.device("cuda", torch.cuda.current_device())
     x = torch.zeros(64, device=device)
     sides = {
-        "bare": bare(x, None, replay=True),
-        "bare, no replay": bare(x, None, replay=False),
-        "bare, one pool": bare(x, torch.cuda.MemPool(), replay=True),
+        "bare": bare(x, None),
+        "bare, one pool": bare(x, torch.cuda.MemPool()),
         "ours": ours(device),
         "capture_call": captured_calls(x),
     }
-    rows: list[dict[str, Any]] = [
-        {"side": name, "cycles": options.cycles, **growth(cycle, options.cycles)}
-        for name, cycle in sides.items()
-    ]
+    rows: list[dict[str, Any]] = []
+    for name, cycle in sides.items():
+        rows.append({"side": name, "cycles": options.cycles, **growth(cycle, options.cycles)})
+        print(rows[-1], flush=True)
     per_graph = {row["side"]: row["bytes_per_graph"] for row in rows}
     limit = max(SLACK * per_graph["bare"], 64.0)
     marks = [

@@ -85,8 +85,7 @@ def alternate(
 ) -> dict[str, Timing]:
     """Wall time per call of each side, the sides taking turns in one process.
 
-    The device is idle when a turn begins and when it ends, so host and device time both count, as they do
-    for whoever waits for a forward.
+    The device is idle when a turn begins and when it ends, so host and device time both count.
     """
     for call in sides.values():
         for _ in range(warmups):

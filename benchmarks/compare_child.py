@@ -1,6 +1,6 @@
 """What bench_compare runs in processes of their own: one side's start, and all sides' steady state.
 
-A result is printed as a line as soon as it is known, because whoever waits may lose patience.
+Each result is printed at once, as a line: the parent process may end this one before it is finished.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _READY = ("shape", "side", "first_call_s", "ready_s", "capture_s", "held_MiB", "
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Everything, for whoever waits for it."""
+    """All tables as text, for the terminal."""
     forward = [row for row in rows if row["kind"] == "forward"]
     starts = [row for row in rows if row["kind"] == "start"]
     ready = [_in_mib(row) for row in rows if row["kind"] == "ready"]

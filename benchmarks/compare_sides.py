@@ -300,7 +300,7 @@ SIDES: dict[str, type[Eager]] = {
     "unfrozen": Unfrozen,
 }
 OURS = ("piecewise", "full", "unfrozen")
-# Whose start a side's start is: sides that capture the same compiled model start alike.
+# Side -> the start that it shares: sides that capture the same compiled model start alike.
 STARTS = {
     "compile": "compile", "raw": "compile", "meta": "compile", "reduce-overhead": "reduce-overhead",
     "partition": "partition", **dict.fromkeys(OURS, "ours"),

@@ -1,7 +1,7 @@
 """How a draft's rows are trained and measured: whole windows at once, attending to what inference sees.
 
 Row i of a draft takes token i+1 and the target's features at position i, and predicts token i+2.  A chain
-starts at a row whose features are the target's; each further row takes the draft's own hidden state.
+starts at a row with the target's features; each further row takes the draft's own hidden state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long the device idles in a Chrome trace of torch.profiler, and whose fault that is.
+"""How long the device idles in a Chrome trace of torch.profiler, and why.
 
     python -m benchmarks.idle_time TRACE.json
 
@@ -8,8 +8,8 @@ Two shares of the window from the first to the last thing that the device does:
     between launches  no launch is under way: what one launch started, a whole graph for instance, counts as
                       busy from its first kernel's start to its last one's end
 
-Gaps between the kernels of one graph belong to the device and to dependencies between kernels. Only gaps
-between launches can be the host's fault; they are what overlap scheduling is to remove.
+Gaps between the kernels of one graph come from the device and from dependencies between kernels. Only gaps
+between launches can come from the host; overlap scheduling is there to remove them.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def run_training(
 ) -> None:
     """Train every method, and write heads, cards and results."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nobody reads it, and filling takes time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # never read, and filling takes time
     torch.backends.cuda.enable_cudnn_sdp(False)  # as train_model does, and for its reasons
     env = train_model.environment(files, next(iter(methods.values())))
     report: dict[str, Any] = {"env": env, "command": command, "rows": [], "marks": [], "run": {}}

@@ -63,7 +63,7 @@ class AttentionError(PiecewiseError, ValueError):
     def wrong_shapes(cls, q: Tensor, k: Tensor, v: Tensor) -> AttentionError:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
         remedy = (
-            "pass q, k and v of the same tokens, [rows, heads, head_dim]; q's heads a multiple of k's and v's"
+            "pass q, k, v of the same tokens, [rows, heads, head_dim]; heads of q a multiple of those of k"
         )
         return cls._of_call(shapes, remedy)
 
@@ -164,9 +164,7 @@ class AttentionError(PiecewiseError, ValueError):
     @classmethod
     def impossible_lengths(cls, slot: int, rows: int, tokens: int) -> AttentionError:
         what = f"request slot {slot} has {rows} new rows and {tokens} tokens with them"
-        return cls._of_batch(
-            what, "pass in query_lens the new rows, in seq_lens the tokens before plus those"
-        )
+        return cls._of_batch(what, "pass the new rows in query_lens, and all tokens with them in seq_lens")
 
     @classmethod
     def repeated_slot(cls, slot: int) -> AttentionError:
@@ -181,9 +179,7 @@ class AttentionError(PiecewiseError, ValueError):
     @classmethod
     def buffers_too_small(cls, requests: Sequence[int], buffers: Sequence[int]) -> AttentionError:
         what = f"{requests[0]} requests with {requests[1]} rows"
-        return cls._of_batch(
-            what, f"BatchBuffers were made for {buffers[0]} and {buffers[1]}; make larger ones"
-        )
+        return cls._of_batch(what, f"make BatchBuffers for more than {buffers[0]} and {buffers[1]}")
 
     @classmethod
     def not_uniform(cls, index: int, rows: int, query_len: int) -> AttentionError:

@@ -47,7 +47,7 @@ class PagedKVCache:
         storage = torch.zeros(shape, dtype=dtype, device=device)
         self.k = tuple(layer[0] for layer in storage)
         self.v = tuple(layer[1] for layer in storage)
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.dtype, self.device = dtype, storage.device
         self.memo: dict[Hashable, Any] = {}
@@ -69,10 +69,6 @@ class PagedKVCache:
             dtype=dtype,
             device=device,
         )
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.k)
 
     def scratch(self, name: Hashable, size: int, dtype: torch.dtype) -> Tensor:
         """At least `size` elements, zeros at first, for all attention over this cache.

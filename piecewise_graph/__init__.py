@@ -16,8 +16,7 @@ A trace goes one way through the package, a file per stage:
 `frontend` is pg.compile, `report` is pg.explain, `precapture` is pg.capture and pg.plan (planner).
 """
 
-from importlib import import_module
-from importlib.util import find_spec
+from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
@@ -63,5 +62,5 @@ def __getattr__(name: str) -> Any:
 
 # An installation has custom_ops inside this package. A checkout that is not installed has it beside.
 _ROOT = Path(__file__).resolve().parents[1]
-if find_spec(f"{__name__}.custom_ops") is None and (_ROOT / "custom_ops" / "kv_cache.py").is_file():
+if util.find_spec(f"{__name__}.custom_ops") is None and (_ROOT / "custom_ops" / "kv_cache.py").is_file():
     __path__.append(str(_ROOT))

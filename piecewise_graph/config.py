@@ -38,8 +38,8 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "pool": lambda value: value is None or isinstance(value, GraphPool),
     "capture_sizes": lambda value: value is None or (_are_sizes(value) and len(value) > 0),
     "specialize": _are_sizes,
-    "cache_dir": lambda value: (
-        value is None or (isinstance(value, (str, os.PathLike)) and bool(os.fspath(value)))
+    "cache_dir": lambda path: (
+        path is None or (isinstance(path, (str, os.PathLike)) and bool(os.fspath(path)))
     ),
 }
 
@@ -102,8 +102,7 @@ class PiecewiseConfig:
         object.__setattr__(self, "capture_sizes", tuple(sorted(set(sizes))))
         object.__setattr__(self, "specialize", tuple(sorted(set(self.specialize))))
         if self.cache_dir is not None:  # absolute, so that a later chdir does not lose it
-            path = os.path.expanduser(os.fspath(self.cache_dir))
-            object.__setattr__(self, "cache_dir", os.path.abspath(path))
+            object.__setattr__(self, "cache_dir", os.path.abspath(os.path.expanduser(self.cache_dir)))
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from piecewise_graph.reasons import remedy
 
@@ -196,6 +197,18 @@ class MergedWeightsError(PiecewiseError):
 
 class InputError(PiecewiseError):
     """A call's inputs do not fit the trace that it reached."""
+
+    @staticmethod
+    def other_size(name: str, dim: int, found: int, expected: int) -> str:
+        return f"{name} has size {found} in dimension {dim}, the trace needs {expected}"
+
+    @staticmethod
+    def outside_range(tokens: int, allowed: str) -> str:
+        return f"{tokens} tokens are outside of {allowed} of this trace"
+
+    @staticmethod
+    def guard_not_met(guard: object, sizes: Mapping[Any, int]) -> str:
+        return f"the trace relies on {guard}, which {dict(sizes)} does not meet"
 
     @classmethod
     def shape_contract(cls, what: str) -> InputError:
@@ -388,7 +401,7 @@ class FreezeError(PiecewiseError):
     @classmethod
     def aliased(cls, one: str, other: str) -> FreezeError:
         return cls(
-            f"the example's arguments {one!r} and {other!r} share memory, so they cannot be told apart.",
+            f"the example's arguments {one!r} and {other!r} are the same memory: they cannot be told apart.",
             "pass separate tensors in the example, such as clones; later calls may pass one twice.",
         )
 

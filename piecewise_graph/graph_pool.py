@@ -105,7 +105,7 @@ class GraphPool:
         torch.cuda.synchronize(device)
         with torch.cuda.stream(self._stream):
             counter.add_(0)
-            return self.capture(lambda: (counter.add_(0),), ())[0]
+            return self._capture_graph(lambda: (counter.add_(0),), ())[0]
 
     def using(self) -> _Use:
         """Hold the pool for one forward: its graphs run one after another.
@@ -166,6 +166,11 @@ class GraphPool:
             stand_in = StandIn(run, inputs, outputs)
             self._stand_ins.add(stand_in)
             return stand_in, outputs
+        return self._capture_graph(run, inputs)
+
+    def _capture_graph(
+        self, run: Run, inputs: Sequence[object]
+    ) -> tuple[Callable[[], None], Sequence[Tensor]]:
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: other threads (a NCCL watchdog, a pinned-memory loader) may go on calling CUDA.

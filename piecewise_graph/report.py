@@ -9,7 +9,7 @@ from typing import Any
 
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import NotCompiledError
-from piecewise_graph.frontend.lookup import state_of
+from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.recorder.bucket_record import BucketRecord
 from piecewise_graph.runtime.budget import over_budget
 from piecewise_graph.runtime.model_state import Trace

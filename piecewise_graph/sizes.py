@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -137,7 +137,7 @@ class ShapeContract:
         """
         sizes = self.read_sizes(args)
         differing = self.dim_violation(args, sizes)
-        violation = differing or self._known_violation(sizes)
+        violation = differing or self.size_violation(sizes)
         if violation is not None:
             raise ShapeMiss(violation, sizes_differ=differing is not None)
         return sizes
@@ -146,12 +146,6 @@ class ShapeContract:
     def _violations(self) -> dict[tuple[int, ...], str | None]:
         """What `size_violation` said, by sizes: to evaluate a guard is slow."""
         return {}
-
-    def _known_violation(self, sizes: Sizes) -> str | None:
-        key = tuple(sizes.values())
-        if key not in self._violations:
-            self._violations[key] = self.size_violation(sizes)
-        return self._violations[key]
 
     def read_sizes(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """The value of each symbol in this call."""
@@ -165,19 +159,24 @@ class ShapeContract:
         for index, dim, expr in self.dims:
             found, expected = args[index].shape[dim], evaluate(expr, sizes)
             if found != expected:
-                return f"{self.names[index]} has size {found} in dimension {dim}, the trace needs {expected}"
+                return InputError.other_size(self.names[index], dim, found, expected)
         return None
 
     def size_violation(self, sizes: Sizes) -> str | None:
         """Why the trace is not valid at `sizes` (a call's or a bucket's); None when it is."""
+        key = tuple(sizes.values())
+        if key not in self._violations:
+            self._violations[key] = next(self._violated(sizes), None)
+        return self._violations[key]
+
+    def _violated(self, sizes: Sizes) -> Iterator[str]:
         for symbol, (low, high) in zip(self.symbols, self.ranges, strict=True):
             value = sizes[symbol]
             if (low is not None and value < low) or (high is not None and value > high):
-                return f"{value} tokens are outside of {range_text((low, high))} of this trace"
+                yield InputError.outside_range(value, range_text((low, high)))
         for guard in self.guards:
             if substitute(guard, sizes) == sympy.false:
-                return f"the trace relies on {guard}, which {dict(sizes)} does not meet"
-        return None
+                yield InputError.guard_not_met(guard, sizes)
 
 
 def range_text(bounds: Range) -> str:

@@ -84,8 +84,8 @@ def _pass_on(layer: Any) -> None:
         nn.init.zeros_(projection.weight)
 
 
-class Decreeing(Speculator):
-    """Decrees the same acceptance in every generation."""
+class AlwaysSynthetic(Speculator):
+    """Uses the same synthetic acceptance in every generation."""
 
     synthetic: Any = None
 
@@ -95,14 +95,14 @@ class Decreeing(Speculator):
 
 def speculator(
     target: Any, draft: Any, shapes: Sequence[DraftShape | int], synthetic: Any = None, **options: Any
-) -> Decreeing:
+) -> AlwaysSynthetic:
     """Quick to make: phases run as they are written, and one batch size serves all."""
-    most = options.setdefault("max_requests", 256)
+    max_requests = options.setdefault("max_requests", 256)
     defaults = {
-        "batch_sizes": (most,), "max_seq_len": 64, "graphs": "eager",
+        "batch_sizes": (max_requests,), "max_seq_len": 64, "graphs": "eager",
         "options": EAGER, "draft_options": EAGER,
     }  # fmt: skip
-    made = Decreeing(target, draft, shapes=shapes, **(defaults | options))
+    made = AlwaysSynthetic(target, draft, shapes=shapes, **(defaults | options))
     made.synthetic = synthetic
     return made
 

@@ -17,7 +17,7 @@ from piecewise_graph.eagle import DraftShape, Engine, Request, Sampling, Specula
 PLAIN, CHAIN, TREE = DraftShape(0), CHAINS[2], TREES[2]
 SHAPES = [CHAIN, TREE, PLAIN]
 LENGTH = 40  # max_seq_len
-ROOM = max(shape.lookahead for shape in SHAPES)
+LOOKAHEAD = max(shape.lookahead for shape in SHAPES)
 HOW = [Sampling(), Sampling(temperature=20.0, seed=3), Sampling(temperature=9.0, top_k=5, top_p=0.9, seed=4)]
 
 
@@ -56,9 +56,9 @@ def lone(request: Request, shape: DraftShape) -> list[int]:
     return tokens[: min(ends, default=len(tokens))]
 
 
-def run(engine: Engine, most: int = 2000) -> None:
-    for _ in range(most):
+def run(engine: Engine, max_steps: int = 2000) -> None:
+    for _ in range(max_steps):
         if not engine.unfinished:
             return
         engine.step()
-    raise AssertionError(f"{engine.unfinished} requests are unfinished after {most} steps")
+    raise AssertionError(f"{engine.unfinished} requests are unfinished after {max_steps} steps")

@@ -15,7 +15,7 @@ from torch import Tensor
 from piecewise_graph import _torch
 from piecewise_graph.compiler import specialize
 from piecewise_graph.frontend.frozen_call import FrozenCall
-from piecewise_graph.frontend.lookup import state_of
+from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.recorder.memory_plan import _TrialPool
 from piecewise_graph.splitter import merge_linears, merged_weights, splitting_ops
@@ -209,6 +209,11 @@ def no_memory_for_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 def results_are_strided(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every linear returned a tensor that is not contiguous."""
     monkeypatch.setattr(merge_linears, "_is_plain", lambda value: False)
+
+
+def registered_names() -> tuple[str, ...]:
+    """Names of all splitting ops."""
+    return tuple(splitting_ops._registry)
 
 
 def unregister_splitting_op(name: str) -> None:

@@ -19,7 +19,7 @@ QUICK = {
     "piecewise_graph.custom_ops": ("test_kv_cache",),
     "piecewise_graph.custom_ops.attention": ("test_attention_op",),
     "piecewise_graph.custom_ops.metadata": ("test_metadata_kernels",),
-    "piecewise_graph.eagle": ("test_eagle_loop",),
+    "piecewise_graph.eagle": ("test_eagle_requests",),
     "piecewise_graph.eagle.head": ("test_eagle_checkpoints",),
     "piecewise_graph.eagle.rounds": ("test_eagle_branches",),
     "piecewise_graph.eagle.serving": ("test_eagle_planner",),

@@ -245,16 +245,43 @@ def _name(decorator: ast.expr) -> str:
     return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
+AROUND = sorted([*HOUSE.parent.glob("tests/*.py"), *HOUSE.parent.glob("benchmarks/*.py")])
+
+
+def long_functions(path: Path) -> dict[str, int]:
+    lengths = {f.name: (f.end_lineno or 0) - f.lineno + 1 for f in functions(parsed(path))}
+    return {name: length for name, length in lengths.items() if length > LONG_FUNCTIONS.get(name, 60)}
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.parametrize("path", [*FILES, *AROUND], ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_functions_fit_on_a_screen_and_files_stay_short(path: Path) -> None:
-    tree = parsed(path)
-    long = {
-        f.name: f.end_lineno - f.lineno + 1
-        for f in functions(tree)
-        if f.end_lineno - f.lineno >= LONG_FUNCTIONS.get(f.name, 60)
+    assert not long_functions(path)
+    assert lines_of(path) <= LONG_FILES.get(path.stem, 335)
+
+
+def test_figures_of_the_house(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a reader of the structure asks first, printed in every run."""
+    upward_table = GRAPH["piecewise_graph"] - {m for m in MODULES if room_of(m, 1) not in CORE}
+    rooms = {room_of(module, 1) for module in MODULES if module != "piecewise_graph"}
+    longest = max(FILES, key=lines_of)
+    sizes = {
+        (f.end_lineno or 0) - f.lineno + 1: f"{path.stem}.{f.name}"
+        for path in FILES
+        for f in functions(parsed(path))
     }
-    assert not long
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONG_FILES.get(path.stem, 335)
+    parts = {part: sum(code_lines(path) for path in FILES if part_of(path) == part) for part in BUDGETS}
+    with capsys.disabled():
+        print(
+            f"\nhouse: {len(rooms)} rooms in {len(LEVELS)} levels, {len(FILES)} files on "
+            f"{floors({**GRAPH, 'piecewise_graph': upward_table})} floors; longest file {longest.name} "
+            f"({lines_of(longest)} lines), longest function {sizes[max(sizes)]} ({max(sizes)} lines); "
+            f"code lines {parts}, {sum(parts.values())} in all"
+        )
+    assert len(rooms) == sum(map(len, LEVELS)) - 1  # __init__ is the house itself
 
 
 def code_lines(path: Path) -> int:

@@ -15,7 +15,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.int64, torch.int32, torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.slow
 @starts_the_interpreter
 def test_kernel_in_the_interpreter() -> None:
     assert_passes_interpreted(__file__)

@@ -107,8 +107,8 @@ def test_graphs_change_neither_tokens_nor_statistics(
 ) -> None:
     """Not one request's, at not one position."""
     asked: Any = {"max_new_tokens": COUNTS[4::4], "shape": shape, "return_stats": True}
-    ways = (*GRAPH_MODES, *MIXED) if shape in IN_ALL_MODES else GRAPH_MODES
-    outcomes = [loops("eagle1").generate(PROMPTS[4::4], graphs=graphs, **asked) for graphs in ways]
+    modes = (*GRAPH_MODES, *MIXED) if shape in IN_ALL_MODES else GRAPH_MODES
+    outcomes = [loops("eagle1").generate(PROMPTS[4::4], graphs=graphs, **asked) for graphs in modes]
     assert_greedy(outcomes[0][0], answers[4::4], COUNTS[4::4])
     assert all(outcome == outcomes[0] for outcome in outcomes)
     assert outcomes[0][1].mean_acceptance_length > 1.3

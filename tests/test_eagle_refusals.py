@@ -28,7 +28,7 @@ from piecewise_graph.eagle import DraftShape, Sampling, Speculator, SpeculatorEr
 PLAIN = DraftShape(0)
 SHAPES = [CHAINS[4], TREES[2], PLAIN]
 LENGTH = 40  # max_seq_len
-ROOM = max(shape.lookahead for shape in SHAPES)
+LOOKAHEAD = max(shape.lookahead for shape in SHAPES)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,7 +64,7 @@ def generates(loop: Speculator) -> bool:
 
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_request_too_large_for_all_pages(at: int) -> None:
-    loop = make(num_pages=30 + ROOM)
+    loop = make(num_pages=30 + LOOKAHEAD)
     prompts = small_prompts([3] * 3)
     prompts.insert(at, small_prompts([20])[0])
     with pytest.raises(CacheError, match=r"a request of .* needs .* pages of 1 tokens; the cache has"):

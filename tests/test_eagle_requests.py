@@ -30,7 +30,7 @@ from piecewise_graph.eagle import DraftShape, Speculator
 PLAIN = DraftShape(0)
 SHAPES = [CHAINS[4], TREES[2], PLAIN]
 LENGTH = 40  # max_seq_len
-ROOM = max(shape.lookahead for shape in SHAPES)
+LOOKAHEAD = max(shape.lookahead for shape in SHAPES)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -146,23 +146,23 @@ def test_plain_decoding_makes_one_token_a_round(with_draft: bool) -> None:
 def test_requests_wait_for_a_slot(loop: Speculator) -> None:
     prompts, counts = small_prompts([2, 5, 3, 9, 1, 4, 6]), [12, 1, 3, 9, 14, 2, 7]
     engine, requests = loop.session(prompts, max_new_tokens=counts)
-    most = 0
+    highest = 0
     while engine.unfinished:
         engine.step()
-        most = max(most, len(engine.running))
+        highest = max(highest, len(engine.running))
         assert len(engine.running) + len(engine.waiting) == engine.unfinished
-    assert most <= loop.max_requests
+    assert highest <= loop.max_requests
     wanted = answers(prompts, max(counts))
     assert [r.tokens for r in requests] == [a[:n] for a, n in zip(wanted, counts, strict=True)]
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_requests_wait_for_pages(page_size: int) -> None:
-    """Each takes pages for all its tokens and a round's room; as many run as fit, first come first served."""
+    """Each takes pages for all its tokens and its lookahead slots; as many run as fit, in order."""
     count, shapes = 6, [3] if page_size > 1 else SHAPES
-    room = max(DraftShape(3).lookahead if page_size > 1 else ROOM, 1)
+    lookahead = max(DraftShape(3).lookahead if page_size > 1 else LOOKAHEAD, 1)
     prompts = small_prompts([10] * 5)
-    needed = -(-(10 + count + room) // page_size)
+    needed = -(-(10 + count + lookahead) // page_size)
     loop = make(shapes=shapes, page_size=page_size, num_pages=1 + 2 * needed + needed // 2)
     engine, requests = loop.session(prompts, max_new_tokens=count)
     together = []
@@ -177,7 +177,7 @@ def test_requests_wait_for_pages(page_size: int) -> None:
 @settings(max_examples=12)
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=6),
-    st.integers(29 + ROOM, 120), st.integers(1, 5), st.sampled_from(SHAPES), st.integers(0, 99),
+    st.integers(29 + LOOKAHEAD, 120), st.integers(1, 5), st.sampled_from(SHAPES), st.integers(0, 99),
 )  # fmt: skip
 def test_any_page_pressure(
     asked: list[tuple[int, int]], pages: int, at_once: int, shape: DraftShape, seed: int
@@ -193,11 +193,11 @@ def test_any_page_pressure(
 def test_prefill_takes_as_many_rows_as_it_may() -> None:
     """Prompts share a batch, and one that does not fit goes on in the next."""
     rows, lengths = 8, [30, 1, 5, 16, 2]
-    ways = dict.fromkeys(("draft", "verify", "extend"), "eager")
+    modes = dict.fromkeys(("draft", "verify", "extend"), "eager")
     target = small_target()
     loop = Speculator(
         target, twin(target), shapes=[1], max_requests=5, max_seq_len=LENGTH, prefill_rows=rows,
-        graphs=ways | {"prefill": "piecewise"}, **QUICK,
+        graphs=modes | {"prefill": "piecewise"}, **QUICK,
     )  # fmt: skip
     loop.prepare()
     prompts = small_prompts(lengths)

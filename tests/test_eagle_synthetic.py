@@ -1,4 +1,4 @@
-"""Acceptance by decree, and the numbers that say what became of drafts.
+"""Synthetic acceptance, and the statistics of drafts.
 
 Bounds are those of eagle_bigrams.py: each is exceeded by luck with probability 1e-6 at most.
 """
@@ -50,22 +50,22 @@ def awkward_table() -> torch.Tensor:
     return table
 
 
-def decreeing(
+def synthetic_speculator(
     models: tuple[Any, Any], synthetic: float | Sequence[float] | None, **options: Any
 ) -> Speculator:
     return bigrams.speculator(*models, SHAPES, synthetic=synthetic, max_seq_len=80, **options)
 
 
-# --- what is decreed
+# --- rates
 
 
 class TestRates:
     @given(st.integers(1, 9), st.floats(0, 1))
     def test_of_a_mean_sum_to_it(self, steps: int, share: float) -> None:
         mean = 1 + share * steps
-        decreed = Synthetic.of(mean, steps)
-        assert len(decreed.rates) == steps
-        assert decreed.accept_length == pytest.approx(mean)
+        found = Synthetic.of(mean, steps)
+        assert len(found.rates) == steps
+        assert found.accept_length == pytest.approx(mean)
 
     @given(st.integers(2, 9), st.floats(0.05, 1))
     def test_of_a_mean_fall_by_the_same_factor(self, steps: int, share: float) -> None:
@@ -80,9 +80,9 @@ class TestRates:
 
     def test_as_given(self) -> None:
         """More than there are steps: speculators have shapes of several depths."""
-        decreed = Synthetic.of([0.9, 0.5, 0.5, 0.0], 3)
-        assert decreed.rates == (0.9, 0.5, 0.5)
-        assert decreed.accept_length == pytest.approx(2.9)
+        found = Synthetic.of([0.9, 0.5, 0.5, 0.0], 3)
+        assert found.rates == (0.9, 0.5, 0.5)
+        assert found.accept_length == pytest.approx(2.9)
 
     @pytest.mark.parametrize(
         "wanted, what",
@@ -113,7 +113,7 @@ class TestRates:
             made.generate([PROMPT], shape=2, max_new_tokens=4)
 
     def test_do_not_matter_to_plain_decoding(self, models: tuple[Any, Any]) -> None:
-        """Nothing is drafted, so nothing can be decreed."""
+        """Nothing is drafted, so nothing is accepted."""
         plain = bigrams.speculator(*models, [0], synthetic=9.0, max_requests=2)
         wanted = bigrams.speculator(*models, [0], max_requests=2)
         assert plain.generate([PROMPT], max_new_tokens=9) == wanted.generate([PROMPT], max_new_tokens=9)
@@ -134,28 +134,28 @@ def run(
 
 
 def share_bound(statistics: Statistics) -> float:
-    """How far a share of rounds may stray from what was decreed.
+    """How far a share of rounds may stray from its rate.
 
     A request stops when it has its tokens, which says something about its last rounds. So this is the bound
     of Azuma and Hoeffding on the martingale's maximum, over as many rounds as there could have been.
     """
-    most = REQUESTS * NEW_TOKENS
-    return bigrams.mean_bound(most) * most / statistics.total.num_drafts
+    rounds = REQUESTS * NEW_TOKENS
+    return bigrams.mean_bound(rounds) * rounds / statistics.total.num_drafts
 
 
 @pytest.fixture(scope="module")
 def of_a_mean(models: tuple[Any, Any]) -> Speculator:
-    return decreeing(models, 2.5, batch_sizes=(8, REQUESTS))
+    return synthetic_speculator(models, 2.5, batch_sizes=(8, REQUESTS))
 
 
 @pytest.fixture(scope="module")
 def of_rates(models: tuple[Any, Any]) -> Speculator:
-    return decreeing(models, (0.9, 0.5, 0.4), batch_sizes=(8, REQUESTS))
+    return synthetic_speculator(models, (0.9, 0.5, 0.4), batch_sizes=(8, REQUESTS))
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE, WIDE, PRUNED], ids=str)
-class TestDecreed:
-    def test_the_mean_is_what_was_decreed(self, of_a_mean: Speculator, shape: DraftShape) -> None:
+class TestSyntheticAcceptance:
+    def test_the_mean_is_what_was_asked_for(self, of_a_mean: Speculator, shape: DraftShape) -> None:
         statistics = run(of_a_mean, shape)
         tolerance = shape.steps * share_bound(statistics)
         assert statistics.mean_acceptance_length == pytest.approx(2.5, abs=tolerance)
@@ -175,7 +175,7 @@ class TestDecreed:
 
     def test_one_accepts_nothing_and_all_everything(self, models: tuple[Any, Any], shape: DraftShape) -> None:
         for wanted, position in ((1.0, 0.0), (shape.steps + 1, 1.0)):
-            statistics = run(decreeing(models, wanted, max_requests=8), shape, requests=8)
+            statistics = run(synthetic_speculator(models, wanted, max_requests=8), shape, requests=8)
             assert statistics.mean_acceptance_length == wanted
             assert statistics.acceptance_rates == (position,) * shape.steps
 
@@ -189,9 +189,9 @@ class TestDecreed:
         assert statistics.mean_acceptance_length == pytest.approx(2.5, abs=tolerance)
 
 
-def test_a_graph_decrees_the_same(models: tuple[Any, Any], of_rates: Speculator) -> None:
-    ways = {"draft": "full", "verify": "full", "extend": "full", "prefill": "eager"}
-    graphs = decreeing(models, (0.9, 0.5, 0.4), graphs=ways, max_requests=8)
+def test_a_graph_accepts_the_same(models: tuple[Any, Any], of_rates: Speculator) -> None:
+    modes = {"draft": "full", "verify": "full", "extend": "full", "prefill": "eager"}
+    graphs = synthetic_speculator(models, (0.9, 0.5, 0.4), graphs=modes, max_requests=8)
     for shape in (CHAIN, PRUNED):
         assert run(graphs, shape, requests=8).requests == run(of_rates, shape, requests=8).requests
 
@@ -205,12 +205,10 @@ class TestStatistics:
         assert str(statistics).startswith("SYNTHETIC acceptance: a mean of 2.80 was set, not measured\n")
         assert statistics.to_dict()["synthetic_acceptance_length"] == pytest.approx(2.8)
 
-    def test_say_nothing_where_nothing_was_decreed(
-        self, models: tuple[Any, Any], of_rates: Speculator
-    ) -> None:
-        """The target decides where there are no drafts, or no decree."""
-        undecreed = decreeing(models, None, max_requests=8)
-        for statistics in (run(of_rates, DraftShape(0), requests=8), run(undecreed, CHAIN, requests=8)):
+    def test_say_nothing_of_real_acceptance(self, models: tuple[Any, Any], of_rates: Speculator) -> None:
+        """The target decides where there are no drafts, or no synthetic acceptance."""
+        real = synthetic_speculator(models, None, max_requests=8)
+        for statistics in (run(of_rates, DraftShape(0), requests=8), run(real, CHAIN, requests=8)):
             assert "SYNTHETIC" not in str(statistics)
             assert statistics.synthetic is statistics.to_dict()["synthetic_acceptance_length"] is None
 
@@ -240,7 +238,7 @@ class TestStatistics:
     def test_count_the_whole_last_round(self, models: tuple[Any, Any]) -> None:
         """Four tokens a round: of the second one only the first token is still wanted."""
         options = {"max_new_tokens": 6, "shape": CHAIN, "return_stats": True}
-        tokens, statistics = decreeing(models, 4.0, max_requests=1).generate([PROMPT], **options)
+        tokens, statistics = synthetic_speculator(models, 4.0, max_requests=1).generate([PROMPT], **options)
         assert len(tokens[0]) == 6
         assert statistics.total == Counts(2, 6, 6, [2, 2, 2], num_rounds=2, num_tokens=8)
 

@@ -16,7 +16,19 @@ from eagle_cases import (
     resources,
     small_prompts,
 )
-from eagle_engine_cases import CHAIN, HOW, LENGTH, PLAIN, ROOM, SHAPES, lone, lone_tokens, make, prepared, run
+from eagle_engine_cases import (
+    CHAIN,
+    HOW,
+    LENGTH,
+    LOOKAHEAD,
+    PLAIN,
+    SHAPES,
+    lone,
+    lone_tokens,
+    make,
+    prepared,
+    run,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,7 +108,7 @@ def test_any_schedule_gives_the_tokens_of_a_lone_run(
     schedule: list[dict[str, Any]], shape: DraftShape, overlap: bool, at_once: int, spare: int, rows: int
 ) -> None:
     """Arrivals, lengths, stop tokens, aborts and page pressure; prompts in chunks of any size."""
-    loop = make(max_requests=at_once, num_pages=1 + LENGTH + ROOM + spare, prefill_rows=rows)
+    loop = make(max_requests=at_once, num_pages=1 + LENGTH + LOOKAHEAD + spare, prefill_rows=rows)
     engine = loop.engine(shape=shape, overlap=overlap)
     watched = Watched(engine, schedule)
     watched.run()

@@ -12,7 +12,7 @@ from eagle_cases import (
     one_state_for_all_tests,
     small_prompts,
 )
-from eagle_engine_cases import CHAIN, HOW, LENGTH, PLAIN, ROOM, lone, make, run
+from eagle_engine_cases import CHAIN, HOW, LENGTH, LOOKAHEAD, PLAIN, lone, make, run
 
 import piecewise_graph as pg
 from piecewise_graph.eagle import DraftShape, Request, Speculator, SpeculatorError
@@ -124,7 +124,7 @@ def test_youngest_request_is_preempted_and_goes_on_later(page_size: int, overlap
 
 
 def test_request_that_never_fits_is_refused_when_it_comes(loop: Speculator) -> None:
-    small = make(num_pages=20 + ROOM)
+    small = make(num_pages=20 + LOOKAHEAD)
     engine = small.engine()
     fine = engine.add_request([1, 2, 3], max_new_tokens=5)
     with pytest.raises(PiecewiseError, match=r"a request of .* needs .* pages of 1 tokens; the cache has"):

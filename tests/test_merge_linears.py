@@ -59,7 +59,7 @@ def test_option_is_a_boolean() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_segments_are_right(compiler: str, mode: Any, device: torch.device) -> None:
     model = Llama(bias=True).to(device)
     with mode(), pg.counters.expect(merged_linears=10, compiles=3):

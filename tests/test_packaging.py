@@ -24,7 +24,7 @@ def python(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """The package as a wheel lays it out, with somebody else's `custom_ops` beside it."""
+    """The package as a wheel lays it out, with the user's own `custom_ops` beside it."""
     unwanted = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "piecewise_graph", tmp_path / "piecewise_graph", ignore=unwanted)
     shutil.copytree(ROOT / "custom_ops", tmp_path / "piecewise_graph" / "custom_ops", ignore=unwanted)

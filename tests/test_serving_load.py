@@ -93,7 +93,7 @@ class Asked:
 
 
 class Steady:
-    """An engine whose step takes a second and makes `per_step` tokens for everybody."""
+    """An engine whose step takes a second and makes `per_step` tokens for every request."""
 
     synthetic_accept_length = None
 
@@ -129,7 +129,7 @@ def steadily(load: list[Arrival], concurrency: int, per_step: int = 1) -> tuple[
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.sampled_from([0.3, 2.0, float("inf")]), st.integers(1, 3))
-def test_the_loop_serves_everybody_and_never_too_many(
+def test_the_loop_serves_every_request_and_never_too_many(
     count: int, concurrency: int, rate: float, per_step: int
 ) -> None:
     load = arrivals(Load(5, 7, 0.2, rate, vocab_size=9), count)

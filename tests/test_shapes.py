@@ -127,7 +127,7 @@ def greedy(forward: Any, prompt: Tensor, steps: int) -> list[int]:
         ("llama", 1, by_pg_compile),
         ("llama", 2, by_pg_compile),
         ("gpt2", 1, by_pg_compile),
-        ("llama", 1, by_torch_compile),
+        pytest.param("llama", 1, by_torch_compile, marks=pytest.mark.slow),
     ],
 )
 def test_prefill_then_decode_gives_eagers_tokens(

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from internals import unregister_splitting_op
+from internals import registered_names, unregister_splitting_op
 from torch import Tensor
 from toys import WIDTH, assert_same, compiled, define, ops, rows
 
 import piecewise_graph as pg
 from piecewise_graph.errors import LeakWarning, SplittingOpError
-from piecewise_graph.splitter.splitting_ops import registered_names
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

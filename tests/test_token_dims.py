@@ -97,7 +97,7 @@ def test_inputs_embeds_lead_where_there_are_no_ids(device: torch.device) -> None
         ("llama", by_pg_compile),
         ("mixtral", by_pg_compile),
         ("bert", by_pg_compile),
-        ("llama", by_torch_compile),
+        pytest.param("llama", by_torch_compile, marks=pytest.mark.slow),
     ],
 )
 def test_a_batch_size_that_changes_is_right(name: str, compile: Any, device: torch.device) -> None:

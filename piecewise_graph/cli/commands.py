@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import entry_points
 
@@ -28,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(given)
     options.command_line = " ".join(["python -m piecewise_graph", *given])
     try:
-        status: int = options.run(options)
+        module, function = options.run.split(".")  # imported now: most commands load transformers
+        status: int = getattr(importlib.import_module(f".{module}", __package__), function)(options)
     except PiecewiseError as error:
         print(error, file=sys.stderr)
         return 2
@@ -41,37 +41,26 @@ def _parser() -> argparse.ArgumentParser:
     add = partial(commands.add_parser, formatter_class=arguments.Help)
     made = add("demo", help="complete text with a causal LM, compare with eager, time and explain it")
     arguments.demo_options(made)
-    made.set_defaults(run=_later("demo", "run"))
+    made.set_defaults(run="demo.run")
     made = add("explain", help="compile and capture a causal LM, and say what was captured")
     arguments.demo_options(made)
-    made.set_defaults(run=_later("demo", "explain"))
+    made.set_defaults(run="demo.explain")
     made = add("generate", help="speculative decoding with a draft head, beside plain decoding")
     arguments.generate_options(made)
-    made.set_defaults(run=_later("generate_command", "run"))
+    made.set_defaults(run="generate_command.run")
     kinds = add("bench", help="measure an engine under load").add_subparsers(dest="benchmark", required=True)
     made = kinds.add_parser(
         "serving", formatter_class=arguments.Help, help="throughput and latency, in this process"
     )
     arguments.serving_options(made)
-    made.set_defaults(run=_later("serving_command", "run"))
-    add("doctor", help="say what this environment can do").set_defaults(run=doctor)
+    made.set_defaults(run="serving_command.run")
+    add("doctor", help="say what this environment can do").set_defaults(run="commands.doctor")
     return parser
-
-
-def _later(module: str, function: str) -> Callable[[argparse.Namespace], int]:
-    """A command's function; its module needs transformers, which `--help` and `doctor` should not load."""
-
-    def run(options: argparse.Namespace) -> int:
-        status: int = getattr(importlib.import_module(f".{module}", __package__), function)(options)
-        return status
-
-    return run
 
 
 def doctor(_: object = None) -> int:
     """Print what is installed and what would happen here; 0 when the backend can be used."""
-    backends = entry_points(group="torch_dynamo_backends").names
-    registered = "piecewise" in backends
+    registered = "piecewise" in entry_points(group="torch_dynamo_backends").names
     device = (
         torch.cuda.get_device_name() if torch.cuda.is_available() else "none: stand-ins replace CUDA graphs"
     )

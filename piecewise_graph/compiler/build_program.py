@@ -52,6 +52,7 @@ def build_program(
     symbols = _symbols(graph)
     token = symbols[0] if len(symbols) == 1 else None
     derived = any(graph.spec(slot).is_derived(token) for slot in graph.slots_outside_segments())
+    unpaddable = "derived_size" if derived else None
     contract = _contract(gm, graph, symbols)
     program = Program(
         graph,
@@ -62,7 +63,7 @@ def build_program(
         _device(graph),
         _last_use(graph, segments),
         _blocked(graph, segments, example_inputs, symbols),
-        "derived_size" if derived else None,
+        unpaddable,
         merge,
     )
     return specialized(program, example_inputs, config, compiled)

@@ -62,10 +62,6 @@ class Program:
     def sizes_at(self, num_tokens: int) -> Sizes:
         return {} if self.token is None else {self.token: num_tokens}
 
-    def code(self, segment: CompiledSegment, sizes: Sizes) -> Callable[..., Sequence[Tensor]]:
-        """What runs `segment` at `sizes`."""
-        return segment.at(None if self.token is None else sizes[self.token])
-
     def bound_arguments(self, args: Sequence[Any]) -> list[tuple[int, Tensor]]:
         """Those of a call's arguments that graphs read by address, with their indices."""
         pairs = enumerate(zip(self.split.inputs, args, strict=False))  # merged weights and constants follow
@@ -128,7 +124,7 @@ def run_steps(
     Raises:
         SplittingOpError: an op returned another dtype or shape than its fake promised.
     """
-    split = program.split
+    split, tokens = program.split, None if program.token is None else sizes[program.token]
     constants = [given.constant for given in split.inputs[len(args) :]]
     values: list[Any] = [*args, *constants, *([None] * (len(split.specs) - len(split.inputs)))]
 
@@ -139,9 +135,7 @@ def run_steps(
         if isinstance(step, SegmentStep):
             segment = program.compiled[step.index]
             inputs = [value_of(item) for item in step.inputs]
-            results = (
-                run_segment(step, segment, inputs) if run_segment else program.code(segment, sizes)(*inputs)
-            )
+            results = run_segment(step, segment, inputs) if run_segment else segment.at(tokens)(*inputs)
             for slot, result in zip(step.outputs, results, strict=True):
                 values[slot] = result
         else:

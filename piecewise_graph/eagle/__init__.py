@@ -17,7 +17,8 @@ Read it in this order:
       round_tensors       the buffers of one batch size and draft shape (round_buffers: as data)
       phases              the algorithm: draft, verify, draft-extend (sampling, synthetic)
       prefill             prompts, alone or in the forwards of a round
-      round, launch       three phases as graphs (phase_runner, weights); a result on its way to the host
+      round               three phases as graphs (phase_runner, weights)
+      round_launch        a result on its way to the host
     serving/              requests over rounds
       round_store         the rounds made so far, and which one serves a batch
       shape_planner       how much to draft

@@ -101,7 +101,7 @@ class EagleError(PiecewiseError, ValueError):
         "config.json is of another head, or the head is of another target model.",
     )
     own_lm_head = _Message(
-        "this EAGLE-1 head has an lm_head of its own, which no checkpoint layout can store.",
+        "an EAGLE-1 head has no lm_head of its own in any checkpoint layout, but this one has.",
         "make it with lm_head=target_model.get_output_embeddings(), as load_draft does.",
     )
 

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from piecewise_graph.context import forward_context
 from piecewise_graph.errors import CaptureError, NotCompiledError
-from piecewise_graph.frontend.lookup import state_of
+from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.graph_pool import collector_off
 from piecewise_graph.recorder.bucket_record import BucketRecord
 from piecewise_graph.recorder.memory_plan import Plan
@@ -111,7 +111,7 @@ def plan(compiled: Any, sizes: Sequence[int] | None = None) -> Plan:
     """Say what capturing `sizes` will take, largest first, before anything is taken.
 
     Nothing is captured and no splitting op called, but every segment runs once per bucket, on zeros, in
-    memory that is given back. Piecewise graphs are planned, in a pool that nobody else uses. From then on
+    memory that is given back. Piecewise graphs are planned, in a pool without other models. From then on
     pg.capture and pg.explain show beside what was taken what was planned.
 
     Args:

@@ -26,7 +26,7 @@ from piecewise_graph.errors import AddressMovedError, FreezeError, MergedWeights
 from piecewise_graph.frontend.argument_names import describe, forward_signature, leaf_names
 from piecewise_graph.frontend.compile import plain_strides
 from piecewise_graph.frontend.frozen_call import MISS, FrozenCall
-from piecewise_graph.frontend.lookup import state_of
+from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.runtime import Runtime
 from piecewise_graph.splitter.split_graph import Ref

@@ -68,7 +68,7 @@ class ReplayTape:
         values: slot -> static tensor (weak aliases where the pool owns the memory).
         proven: every captured segment was shown to tolerate padding.
         unpadded: reason -> number of segments that run uncaptured because they do not.
-        keep: storages that graphs read by address and nobody else may free.
+        keep: storages that graphs read by address, kept alive by the tape.
         graphs: how many were captured.
     """
 

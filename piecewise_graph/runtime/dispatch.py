@@ -58,7 +58,7 @@ class Situation:
     Attributes:
         sizes: the buckets, ascending.
         may_capture: lazily, or because pg.capture is under way.
-        piecewise, full: what is captured in either mode; `full` is None where nobody asked for it.
+        piecewise, full: what is captured in either mode; `full` is None where the call did not ask for it.
         blocked: why no call of this trace can be replayed.
         not_full: why no call of this trace can be one graph.
         invalid: buckets outside of the sizes that the trace is valid for.

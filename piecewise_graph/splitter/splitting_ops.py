@@ -86,10 +86,6 @@ def splitting_op_of(node: Node) -> SplittingOp | None:
     return _registry.get(name) if name else None
 
 
-def registered_names() -> tuple[str, ...]:
-    return tuple(sorted(_registry))
-
-
 def _op_name(target: Any) -> str | None:
     """Match packets, overloads and the Python builtins that reach Dynamo graphs as they are."""
     if isinstance(target, OpOverload):

@@ -1,4 +1,4 @@
-"""config.json and the tensors of a local checkpoint folder, whole or not at all."""
+"""Read config.json and the tensors of a local checkpoint folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..errors import EagleError
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a file.
+    """The JSON object in a file.
 
     Raises:
-        EagleError: there is none.
+        EagleError: the file is missing or holds no JSON object.
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -31,7 +31,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, on the CPU: safetensors where there are some, or else pytorch_model.bin.
+    """All tensors of a checkpoint, on the CPU, from safetensors or else from pytorch_model.bin.
 
     Raises:
         EagleError: a file is missing or damaged.

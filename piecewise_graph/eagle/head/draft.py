@@ -1,4 +1,4 @@
-"""DraftModel: an EAGLE head as one module, its attention on the draft's own paged KV cache."""
+"""DraftModel: an EAGLE head as one module, with attention on the draft's own paged KV cache."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class DraftAttention(nn.Module):
 
     Attributes:
         attend: `attend(q, k, v, layer=, scale=, window=)` with q `[rows, heads, head_dim]`, k and v
-            `[rows, kv_heads, head_dim]`, result as q. It is the paged op, which takes its batch from the
-            forward context; training replaces it by dense causal attention.
+            `[rows, kv_heads, head_dim]`; the result has q's shape. By default the paged op, which takes its
+            batch from the forward context. Training replaces it by dense causal attention.
     """
 
     def __init__(self, config: DraftConfig, layer: int, input_size: int) -> None:
@@ -54,7 +54,7 @@ class DraftAttention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """A Llama layer; `norm` says whether it normalises its input (EAGLE-1's first one does not)."""
+    """A Llama layer; without `norm` it does not normalise its input, like EAGLE-1's first layer."""
 
     def __init__(self, config: DraftConfig, layer: int, *, norm: bool = True, input_size: int = 0) -> None:
         super().__init__()
@@ -93,10 +93,10 @@ class DraftModel(nn.Module):
 
     Args:
         config: its shape.
-        embed_tokens, lm_head: modules to share, usually the target's; None = the draft's own, new ones.
+        embed_tokens, lm_head: modules to share, usually the target's; None = new ones of the draft's own.
         d2t: int64 `[draft_vocab_size]`, `target id - draft id` of every draft token; None = the same ids.
-        dtype, device: of the new weights. Give them here: `.to(dtype)` would round the frequencies of RoPE
-            too, as it does in transformers' models.
+        dtype, device: of the new weights. Pass them here: a later `.to(dtype)` would also round the
+            frequencies of RoPE.
 
     Attributes:
         d2t: as given, a buffer.
@@ -143,7 +143,7 @@ class DraftModel(nn.Module):
         if lm_head is None:
             self.lm_head: nn.Module = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.to(device=device, dtype=dtype)
-        with torch.device("cpu"):  # computed, so there is nothing to load for a model on the meta device
+        with torch.device("cpu"):  # not loaded but computed, which the meta device cannot do
             self.rotary = LlamaRotaryEmbedding(_rotary_config(config)).to(device=device)
         self.register_buffer("d2t", None if d2t is None else d2t.to(device=device))
         for name, module in given.items():
@@ -156,9 +156,9 @@ class DraftModel(nn.Module):
         return self.config.feature_size
 
     def project(self, features: Tensor) -> Tensor:
-        """The hidden state that the first draft step takes: `[rows, feature_size]` to `[rows, hidden_size]`.
+        """Features `[rows, feature_size]` to the hidden state of the first step, `[rows, hidden_size]`.
 
-        Features of several target layers stand side by side, in the order of `config.feature_layers`.
+        Features of several target layers are concatenated in the order of `config.feature_layers`.
         """
         if self.config.kind == "eagle1":
             return features
@@ -178,7 +178,7 @@ class DraftModel(nn.Module):
             hidden: `[rows, hidden_size]`, from `project` or from the step before.
 
         Returns:
-            `[rows, hidden_size]`, what the next step and `logits` take.
+            `[rows, hidden_size]`, for the next step and for `logits`.
         """
         embeds = self.embed_tokens(input_ids)
         cos, sin = self.rotary(hidden, positions[None])
@@ -218,7 +218,7 @@ def _norm(config: DraftConfig) -> LlamaRMSNorm:
 
 
 def _rotary_config(config: DraftConfig) -> LlamaConfig:
-    """What LlamaRotaryEmbedding reads; transformers fills in and checks what its kind of RoPE needs."""
+    """The config that LlamaRotaryEmbedding reads; transformers checks what its kind of RoPE needs."""
     return LlamaConfig(
         hidden_size=config.num_attention_heads * config.head_dim,
         num_attention_heads=config.num_attention_heads,

@@ -1,4 +1,4 @@
-"""DraftConfig: the shape of a draft head, whichever checkpoint layout it came from."""
+"""DraftConfig: the shape of a draft head, independent of checkpoint layouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ..errors import EagleError
 
 Kind = Literal["eagle1", "eagle3"]
-# The others of transformers read the largest position on the host to choose their frequencies.
+# transformers' other types read the largest position on the host.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # Fields that transformers' config of a Llama has under the same names.
 LLAMA_FIELDS = (
@@ -22,15 +22,15 @@ EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outpu
 class DraftConfig:
     """Shape of a draft head: one or more Llama layers on top of a target model's features.
 
-    EAGLE-1 and EAGLE-2 heads (Li et al., arXiv 2401.15077 and 2406.16858) have the same shape, "eagle1";
-    EAGLE-3 (arXiv 2503.01840) and what vLLM calls EAGLE 3.1 are "eagle3".
+    EAGLE-1 and EAGLE-2 heads (Li et al., arXiv 2401.15077 and 2406.16858) have the same shape, "eagle1".
+    EAGLE-3 (arXiv 2503.01840) and vLLM's EAGLE 3.1 are "eagle3".
 
     Attributes:
         kind: "eagle1": `fc` joins the token's embedding with the hidden state, and plain layers follow;
             "eagle3": `fc` joins features of several target layers, and the first layer's q, k and v read
             `[embedding, hidden]`.
         vocab_size: the target's; rows of the embedding.
-        draft_vocab_size: columns of the draft's logits; fewer than `vocab_size` where `d2t` maps them.
+        draft_vocab_size: columns of the draft's logits; if fewer than `vocab_size`, `d2t` maps them.
         target_hidden_size: columns of one feature of the target.
         feature_layers: "eagle3" takes the input of target decoder layer i for each i here, ascending; layer
             0's input is the embedding. None for "eagle1", whose feature is the target's last hidden state

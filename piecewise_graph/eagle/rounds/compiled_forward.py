@@ -102,7 +102,3 @@ class Forward:
     def _rows(self, inputs: Mapping[str, Tensor]) -> int:
         name, dim = next(iter(self._token_dim.items()))
         return inputs[name].shape[dim]
-
-    def explain(self) -> Any:
-        """pg.explain of the compiled module."""
-        return pg.explain(self._compiled)

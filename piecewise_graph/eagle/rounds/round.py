@@ -66,7 +66,7 @@ class Round:
         self._fill([])
         for runner in self.runners:
             runner.prepare(self._resources.device)
-        if any(runner.way == FULL for runner in self.runners):
+        if any(runner.mode == FULL for runner in self.runners):
             self._resources.weights.hold()
 
     def seconds(self) -> dict[str, float]:

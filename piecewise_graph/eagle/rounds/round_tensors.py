@@ -79,7 +79,7 @@ class RoundTensors:
         branches = None
         if shape.is_tree:
             branches = md.Branches.allocate(batch, steps=shape.steps, topk=shape.topk)
-        drafts = _draft_batches(resources, shape, buffers, steps, branches)
+        drafts = _draft_batches(resources, shape, verify, steps, branches)
         return cls(shape, size, buffers, batch, tree, accepted, steps, branches, drafts, verify, extend)
 
     @property
@@ -91,7 +91,7 @@ class RoundTensors:
 def _draft_batches(
     resources: Resources,
     shape: DraftShape,
-    buffers: Buffers,
+    verify: AttentionBatch,
     steps: md.DraftSteps | None,
     branches: md.Branches | None,
 ) -> tuple[AttentionBatch, ...]:
@@ -99,16 +99,15 @@ def _draft_batches(
     cache = resources.draft_cache
     if steps is None or cache is None:
         return ()
-    rows = torch.arange(buffers.requests.numel() + 1, dtype=torch.int32, device=cache.device) * shape.topk
+    rows = torch.arange(len(verify.seq_lens) + 1, dtype=torch.int32, device=cache.device) * shape.topk
     return tuple(
-        AttentionBatch(
-            cache,
-            block_table=buffers.block_table,
+        replace(
+            verify,
+            kv_cache=cache,
             seq_lens=steps.seq_lens[step],
             qo_indptr=rows,
             slot_mapping=steps.slot_mapping[step],
             max_query_len=shape.topk,
-            max_seq_len=resources.limits.table_tokens,
             query_len=shape.topk,
             tree_mask=branches.mask[:, :, : (step + 1) * shape.topk] if branches else None,
         )

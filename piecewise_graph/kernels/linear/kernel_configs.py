@@ -41,19 +41,11 @@ _FEW_ROWS += [KernelConfig(128, 128, *rest) for rest in ((1, 8, 3), (1, 4, 5), (
 
 def candidates(tokens: int, rows: int, columns: int) -> list[KernelConfig]:
     """Configurations that can serve `x [tokens, columns]` and `weight [rows, columns]`, likely ones only."""
-    if tokens > MAX_TOKENS:
-        return []
-    fitting = [
-        config
-        for config in (_ONE_ROW if tokens == 1 else _FEW_ROWS)
-        if config.block_k * config.splits <= columns and config.block_n <= rows
-    ]
-    return [
-        config for config in fitting if config.splits == 1 or rows // config.block_n * config.splits <= 16384
-    ]
+    known = _ONE_ROW if tokens == 1 else _FEW_ROWS if tokens <= MAX_TOKENS else []
+    fitting = (c for c in known if c.block_k * c.splits <= columns and c.block_n <= rows)
+    return [c for c in fitting if c.splits == 1 or rows // c.block_n * c.splits <= 16384]
 
 
 def is_config(text: str) -> bool:
     """Whether `text` is the name of one of the candidates."""
-    known = (*_ONE_ROW, *_FEW_ROWS)
-    return any(text == config._replace(trigger=t).name for config in known for t in (0, 1))
+    return any(text == c._replace(trigger=t).name for c in (*_ONE_ROW, *_FEW_ROWS) for t in (0, 1))
