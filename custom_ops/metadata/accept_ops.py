@@ -20,7 +20,7 @@ from .op_signature import Call, bools, floats, ids, ints
 
 
 def _tree_or_chain(call: Call) -> None:
-    if "mask" not in call.tensors:
+    if "mask" not in call.shapes:
         _chain(call)
         return
     check_nodes(call)

@@ -141,9 +141,9 @@ def select_branches(
 def _tree_rule(call: Call) -> None:
     check_nodes(call)
     nodes, count = call.sizes["N"], call.sizes["M"]
-    if ("scores" in call.tensors) != ("parents" in call.tensors):
+    if ("scores" in call.shapes) != ("parents" in call.shapes):
         raise MetadataError.half_a_tree(call.op)
-    if count < nodes - 1 or ("scores" not in call.tensors and count != nodes - 1):
+    if count < nodes - 1 or ("scores" not in call.shapes and count != nodes - 1):
         raise MetadataError.wrong_candidates(call.op, nodes, count)
 
 

@@ -86,7 +86,7 @@ def _build_tree(call: Call, tensors: list[Tensor]) -> Launch:
         (size, 1, 1),
         (*tensors, size, nodes, count, row_pages),
         call.sizes["page_size"],
-        "scores" not in call.tensors,
+        "scores" not in call.shapes,
         block,
         _pow2(max(count, 1)),
     )
@@ -99,7 +99,7 @@ def _warps(block_n: int) -> int:
 
 def _accept_greedy(call: Call, tensors: list[Tensor]) -> Launch:
     size, nodes, row_pages, longest = (call.sizes[dim] for dim in ("B", "N", "P", "S+1"))
-    chain, block = "mask" not in call.tensors, _pow2(nodes)
+    chain, block = "mask" not in call.shapes, _pow2(nodes)
     return _launcher(accept_kernels.accept_greedy_kernel, 1 if chain else _warps(block)).bind(
         (size, 1, 1),
         (*tensors, nodes, longest, row_pages),
@@ -116,7 +116,7 @@ def _accept_chain(call: Call, tensors: list[Tensor]) -> Launch:
 
 def _accept_tree(call: Call, tensors: list[Tensor]) -> Launch:
     with_draft = [*tensors[:5], tensors[0], *tensors[5:]]
-    return _accept_sampled(call, with_draft, chain="mask" not in call.tensors, drawn=False)
+    return _accept_sampled(call, with_draft, chain="mask" not in call.shapes, drawn=False)
 
 
 def _accept_sampled(call: Call, tensors: list[Tensor], *, chain: bool, drawn: bool) -> Launch:

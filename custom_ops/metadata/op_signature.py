@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -77,20 +77,17 @@ class Bundle:
         )
 
 
-class Layout(NamedTuple):
-    """All of a tensor that a check looks at; strides are None if it is contiguous."""
-
-    shape: Sequence[int]
-    strides: Sequence[int] | None
-    dtype: torch.dtype
-    device: torch.device
+# All of a tensor that a check looks at: shape, strides (None if it is contiguous), dtype, device. Plain tuples
+# are no work for the garbage collector, and the cache of checked calls keeps many.
+Layout = tuple[tuple[int, ...], "tuple[int, ...] | None", torch.dtype, torch.device]
 
 
 def layout_of(value: Any) -> Any:
     """A tensor's layout; an integer or None as it is."""
     if not isinstance(value, Tensor):
         return value
-    return Layout(value.shape, None if value.is_contiguous() else value.stride(), value.dtype, value.device)
+    strides = None if value.is_contiguous() else value.stride()
+    return tuple(value.shape), strides, value.dtype, value.device
 
 
 @dataclass(frozen=True)
@@ -99,18 +96,18 @@ class Call:
 
     Attributes:
         op: name of the op.
-        tensors: layouts by name, without the tensors that were not passed.
+        shapes: of tensors by name, without the tensors that were not passed.
         sizes: what each letter, each dimension and each integer argument amounts to.
     """
 
     op: str
-    tensors: Mapping[str, Layout]
+    shapes: Mapping[str, tuple[int, ...]]
     sizes: Mapping[str, int]
 
     def expect(self, name: str, *shape: int) -> None:
         """Refuse another shape of this tensor."""
-        if self.tensors[name].shape != shape:
-            raise MetadataError.wrong_shape(self.op, name, self.tensors[name].shape, shape)
+        if self.shapes[name] != shape:
+            raise MetadataError.wrong_shape(self.op, name, self.shapes[name], shape)
 
 
 @dataclass(frozen=True)
@@ -172,25 +169,27 @@ class Signature:
             MetadataError: they do not fit together.
         """
         given = dict(zip(self._specs, layouts, strict=True))
-        tensors = {name: value for name, value in given.items() if isinstance(value, Layout)}
+        tensors = {name: value for name, value in given.items() if isinstance(value, tuple)}
+        shapes = {name: shape for name, (shape, *_) in tensors.items()}
         sizes = {name: value for name, value in given.items() if isinstance(value, int)}
-        _check_batch(self.name, tensors, sizes)
+        _check_batch(self.name, shapes, sizes)
+        device = tensors["requests"][-1]
         for name, layout in tensors.items():
-            self._check_tensor(name, layout, tensors["requests"].device, sizes)
-        return Call(self.name, tensors, sizes)
+            self._check_tensor(name, layout, device, sizes)
+        return Call(self.name, shapes, sizes)
 
     def _check_tensor(self, name: str, layout: Layout, device: torch.device, sizes: dict[str, int]) -> None:
-        spec = self._specs[name]
+        spec, (shape, strides, dtype, found_device) = self._specs[name], layout
         assert spec is not None
-        if not _fits(spec.shape, layout.shape, sizes):
+        if not _fits(spec.shape, shape, sizes):
             wanted = [_shown(dim, sizes) for dim in spec.shape]
-            raise MetadataError.wrong_shape(self.name, name, layout.shape, wanted)
-        if layout.dtype not in spec.dtypes:
-            raise MetadataError.wrong_dtype(self.name, name, layout.dtype, spec.dtypes)
-        if layout.device != device:
-            raise MetadataError.wrong_device(self.name, name, layout.device, device)
-        if layout.strides is not None:
-            raise MetadataError.not_contiguous(self.name, name, layout.strides)
+            raise MetadataError.wrong_shape(self.name, name, shape, wanted)
+        if dtype not in spec.dtypes:
+            raise MetadataError.wrong_dtype(self.name, name, dtype, spec.dtypes)
+        if found_device != device:
+            raise MetadataError.wrong_device(self.name, name, found_device, device)
+        if strides is not None:
+            raise MetadataError.not_contiguous(self.name, name, strides)
 
     def _declare(self, parameter: inspect.Parameter, writes: Collection[str]) -> list[str]:
         """Schema of one parameter's flat arguments."""
@@ -214,12 +213,12 @@ def _spec(annotation: Any) -> TensorSpec | None:
     return found
 
 
-def _check_batch(op: str, tensors: Mapping[str, Layout], sizes: Mapping[str, int]) -> None:
-    if 0 in tensors["requests"].shape:
+def _check_batch(op: str, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> None:
+    if 0 in shapes["requests"]:
         raise MetadataError.no_requests(op)
-    table = tensors.get("table")
-    if table is not None and (len(table.shape) != 2 or 0 in table.shape):
-        raise MetadataError.wrong_table(op, table.shape)
+    table = shapes.get("table")
+    if table is not None and (len(table) != 2 or 0 in table):
+        raise MetadataError.wrong_table(op, table)
     if sizes.get("page_size", 1) < 1:
         raise MetadataError.wrong_page_size(op, sizes["page_size"])
 
@@ -254,5 +253,6 @@ def _shown(dim: str, sizes: Mapping[str, int]) -> str:
     return str(_size(dim, sizes)) if known else dim
 
 
+@cache
 def _factors(dim: str) -> tuple[tuple[str, int], ...]:
     return tuple((letter, int(offset or 0)) for letter, offset in _FACTOR.findall(dim))
