@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,8 +58,12 @@ def test_suite_is_saved_and_compared(tmp_path: Path) -> None:
     root, results = Path(__file__).resolve().parents[1], tmp_path / "out.json"
     kept = [f"--benchmark-storage={tmp_path}", "--benchmark-max-time=0.1"]
     call = [sys.executable, "-m", "pytest", "-q", "benchmarks", "-k", "metadata and 4-16", *kept]
+    # Under xdist pytest-benchmark measures nothing, and a child of one of its workers looks like one.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     for options in ([f"--benchmark-json={results}", "--benchmark-save=first"], ["--benchmark-compare"]):
-        done = subprocess.run([*call, *options], cwd=root, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*call, *options], cwd=root, env=env, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
     assert "first" in done.stdout  # the run that this one stands beside
     (found,) = json.loads(results.read_text())["benchmarks"]
