@@ -27,9 +27,9 @@ Figures = dict[str, float]
 
 # Code for exact sizes is left out: it is chosen by timing, and differs from process to process by itself.
 _RUNS = {
-    "bench_decode": "--shapes 8b,1b --batches 1,32 --specialize= --rounds 15",
-    "bench_host": "--shapes deep --tokens 1,4 --rounds 150",
-    "bench_eagle": "--shapes 1b --heads eagle1 --batches 1 --variants full --turns 3 --rounds 5 --no-pair "
+    "bench_decode": "--shapes 8b,1b --batches 1,32 --specialize= --rounds 12",
+    "bench_host": "--shapes deep --tokens 1 --rounds 120",
+    "bench_eagle": "--shapes 1b --heads eagle1 --batches 1 --variants full --turns 2 --rounds 5 --no-pair "
     "--specialize= --draft-specialize=",
 }
 _KEYS = (
@@ -77,15 +77,22 @@ def compared(old: Sequence[Figures], new: Sequence[Figures]) -> tuple[list[dict[
     return rows, marks
 
 
+_CHILD = """
+import importlib, json, os, sys
+cache, runs = json.loads(sys.argv[1])
+importlib.import_module("benchmarks.bench_backend")  # it moves the compilers' caches to an empty folder
+os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache + "/triton"}
+for name, *options in runs:
+    importlib.import_module("benchmarks." + name).main(options)
+"""
+
+
 def measure(folder: Path, runs: Mapping[str, str], results: Path) -> Figures:
-    """All benchmarks of one commit, in a process of its own."""
-    code = "import importlib, sys\nfor name, *options in eval(sys.argv[1]):\n    "
-    code += "importlib.import_module('benchmarks.' + name).main(options)"
-    given = [
-        (name, *options.split(), "--out", str(results / f"{name}.json")) for name, options in runs.items()
-    ]
+    """All benchmarks of one commit, in a process of its own; what it compiled, its next process finds."""
+    given = [(name, *text.split(), "--out", str(results / f"{name}.json")) for name, text in runs.items()]
+    told = json.dumps([str(folder / "compiled"), given])
     environment = os.environ | {"PYTHONPATH": str(folder)}
-    subprocess.run([sys.executable, "-c", code, repr(given)], cwd=folder, env=environment, check=True)
+    subprocess.run([sys.executable, "-c", _CHILD, told], cwd=folder, env=environment, check=True)
     found: Figures = {}
     for name in runs:
         found |= figures(name, json.loads((results / f"{name}.json").read_text())["rows"])
@@ -110,8 +117,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     names = dict(zip(("old_commit", "new_commit"), options.names.split(","), strict=True))
     for _ in range(options.turns):
-        old.append(measure(options.old.resolve(), runs, options.out.parent))
-        new.append(measure(options.new.resolve(), runs, options.out.parent))
+        old.append(measure(options.old.resolve(), runs, options.out.resolve().parent))
+        new.append(measure(options.new.resolve(), runs, options.out.resolve().parent))
         rows, marks = compared(old, new)
         # After every turn: a run that is cut short keeps the turns that it has.
         command = f"python -m benchmarks.compare_commits --old OLD --new NEW --turns {options.turns}"

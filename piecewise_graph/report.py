@@ -10,6 +10,7 @@ from typing import Any
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import NotCompiledError
 from piecewise_graph.frontend.state_lookup import state_of
+from piecewise_graph.reasons import remedy
 from piecewise_graph.recorder.bucket_record import BucketRecord
 from piecewise_graph.runtime.budget import over_budget
 from piecewise_graph.runtime.model_state import Trace
@@ -87,7 +88,7 @@ class Report:
         lines = []
         for number, trace in enumerate(self.traces):
             lines += _trace_lines(number, trace)
-        lines += [f"fallback {reason}: {count} calls" for reason, count in self.fallbacks.items()]
+        lines += map(_fallback, self.fallbacks.items())
         lines += [f"not captured: {size} tokens: {why}" for size, why in self.over_budget.items()]
         held = f"{_mib(self.pool_bytes)} in the graph pool, {_mib(self.buffer_bytes)} in owned buffers"
         lines.append(f"memory: {held}" + ("; sealed" if self.sealed else ""))
@@ -194,8 +195,13 @@ def _trace_lines(number: int, trace: TraceReport) -> list[str]:
             f"  {b.replays:7d}  {b.mode}"
         )
     lines += [f"  bucket {size} failed: {why}" for size, why in trace.failed.items()]
-    lines += [f"  fallback {reason}: {count} calls" for reason, count in trace.fallbacks.items()]
+    lines += [f"  {_fallback(item)}" for item in trace.fallbacks.items()]
     return lines
+
+
+def _fallback(item: tuple[str, int]) -> str:
+    reason, count = item
+    return f"fallback {reason}: {count} calls; {remedy(reason)}"
 
 
 def _planned(bucket: BucketRecord) -> str:

@@ -65,7 +65,7 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1435,
+    "beside": 1439,
     "kernels": 384,
     "splitter": 731,
     "compiler": 993,

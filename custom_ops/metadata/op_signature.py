@@ -77,8 +77,8 @@ class Bundle:
         )
 
 
-# All of a tensor that a check looks at: shape, strides (None if it is contiguous), dtype, device. Plain tuples
-# are no work for the garbage collector, and the cache of checked calls keeps many.
+# All of a tensor that a check looks at: shape, strides (None if it is contiguous), dtype, device. Plain
+# tuples are no work for the garbage collector, and the cache of checked calls keeps many.
 Layout = tuple[tuple[int, ...], "tuple[int, ...] | None", torch.dtype, torch.device]
 
 
