@@ -88,6 +88,41 @@ def assert_no_growth(cycle: Callable[[], None], cycles: int, *, objects: int, re
         assert resident_bytes() - size <= resident
 
 
+def left_by_bare_graphs(device: torch.device, graphs: int, cycles: int) -> int:
+    """Bytes of resident memory that torch and the driver keep of freed graphs; 0 on a CPU.
+
+    On an H200 (torch 2.11, driver 580) a cycle of seven bare graphs leaves 48.8 KB. Six of the library's, and
+    the one that keeps its pool alive, leave 48.9 KB.
+    """
+    if device.type != "cuda":
+        return 0
+    x, stream, measured = torch.zeros(64, device=device), torch.cuda.Stream(), 100
+
+    def cycle() -> None:
+        pool, held = torch.cuda.MemPool(), []
+        with torch.cuda.stream(stream):
+            for _ in range(graphs):
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool.id, capture_error_mode="thread_local")
+                held.append((graph, x + 1))
+                graph.capture_end()
+            for graph, _ in held:
+                graph.replay()
+        torch.cuda.synchronize()
+        held.clear()
+        del graph, pool
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    with old_objects_aside():
+        for _ in range(10):
+            cycle()
+        before = resident_bytes()
+        for _ in range(measured):
+            cycle()
+        return (resident_bytes() - before) * cycles // measured
+
+
 # --- cycles -------------------------------------------------------------------------------------------
 
 
@@ -102,8 +137,9 @@ def test_1000_captures_and_releases_leave_nothing(device: torch.device) -> None:
             fast(x)
         pool.release()
 
+    below_us = left_by_bare_graphs(device, graphs=3 * sizes + 1, cycles=cycles)
     with pg.counters.expect(tapes=cycles * sizes, replays=cycles, compiles=3, failed_captures=0, fallbacks=0):
-        assert_no_growth(cycle, cycles, objects=50, resident=16 * MIB)
+        assert_no_growth(cycle, cycles, objects=50, resident=16 * MIB + below_us)
     assert pool.bytes() == pg.explain(fast).buffer_bytes == 0
 
 
