@@ -2,18 +2,17 @@
 
     torch.compile(model, backend="piecewise")
 
-A trace goes one way through the package, a file per stage:
+A trace goes one way through the package, a package per stage:
 
-    backend         what Dynamo calls: composition of the stages
-    merge_linears   linears of one input as one (merged_weights); an option
-    splitter        FX graph -> steps, cut at registered splitting ops (splitting_ops, split_graph)
-    compiler        one compiled function per distinct segment structure (analysis)
-    specialize      code for the exact size of a bucket (linear_choice); an option
-    recorder        steps x bucket -> ReplayTape: rehearse, prove padding harmless, capture
-                    (padding, static_inputs, graph_pool, tape)
-    runtime         one dispatch per forward, then the tape (dispatch, program)
+    backend     what Dynamo calls: composition of the stages
+    splitter    FX graph -> steps, cut at registered splitting ops; merge_linears, an option
+    compiler    steps -> Program, one compiled function per distinct segment structure; specialize, an option
+    recorder    Program x bucket -> ReplayTape: rehearse, prove padding harmless, capture
+    runtime     one dispatch per forward, then the tape
 
-`frontend` is pg.compile, `report` is pg.explain, `precapture` is pg.capture and pg.plan (planner).
+`frontend` is pg.compile, pg.capture, pg.plan and pg.freeze; `report` is pg.explain. `graph_pool` owns the
+memory of graphs; `kernels` are launched by the core itself. Consumers stand above: custom_ops, eagle, bench,
+cli.
 """
 
 from importlib import import_module, util

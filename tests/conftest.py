@@ -65,3 +65,12 @@ def model(device: torch.device) -> nn.Module:
     from toys import Blocks
 
     return Blocks(layers=2).to(device)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models with tiny matrices: on a busy machine, threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,7 @@ from hypothesis import strategies as st
 
 from piecewise_graph.eagle.head.checkpoints import load_draft
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These matrices are tiny: on a busy machine, threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("no_grad", "one_thread")
 
 
 @pytest.fixture

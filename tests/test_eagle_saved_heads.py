@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,16 +36,7 @@ from piecewise_graph.eagle.head.checkpoints import load_draft, save_draft
 from piecewise_graph.eagle.head.draft import DraftModel
 from piecewise_graph.eagle.head.draft_config import DraftConfig
 
-pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These matrices are tiny: on a busy machine, threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("no_grad", "one_thread")
 
 
 @pytest.fixture
