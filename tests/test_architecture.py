@@ -208,3 +208,13 @@ def test_every_error_message_is_built_in_the_catalogue() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in catalogue
     ]
     assert not direct
+
+
+def test_the_loop_its_benchmark_and_the_commands_live_on_public_names() -> None:
+    """Of the core they import `piecewise_graph` itself, and its errors."""
+    reached = {
+        module: {target for target in targets if room_of(target, 1) in CORE - {"__init__", "errors"}}
+        for module, targets in GRAPH.items()
+        if room_of(module, 1) in {"eagle", "bench", "cli"}
+    }
+    assert not {module: targets for module, targets in reached.items() if targets}
