@@ -250,6 +250,13 @@ class GraphPoolError(PiecewiseError):
         return cls(what, "call capture_call before that capture begins, or after it has ended.")
 
     @classmethod
+    def inside_forward(cls, name: str) -> GraphPoolError:
+        return cls(
+            f"{name} was called while another graph of its GraphPool is in use, and would overwrite results.",
+            "call it between forwards, or capture it in a GraphPool of its own.",
+        )
+
+    @classmethod
     def dropped(cls, name: str) -> GraphPoolError:
         what = f"the graph of {name} was dropped by pg.reset() or GraphPool.release()."
         return cls(what, "capture it again: replay = pool.capture_call(body, device=...).")

@@ -188,14 +188,12 @@ class GraphPool:
         """Capture a callable as one graph in this pool.
 
         `body` runs once as a warm-up, effects included, and is then captured. It reads and writes tensors at
-        fixed addresses. The caller keeps these tensors alive. What `body` returns is ignored.
+        fixed addresses. The caller keeps these tensors alive. What `body` returns is ignored. Call what this
+        returns to replay.
 
         Args:
             device: the device that `body` works on. On a CPU a replay calls `body` again.
             name: names the replay in errors, and in the trace of a profiler.
-
-        Returns:
-            the replay, a callable without arguments (see `CapturedCall`).
 
         Raises:
             GraphPoolError: the pool serves another device, or the caller is capturing a graph already.
@@ -261,7 +259,7 @@ class CapturedCall:
     """What `GraphPool.capture_call` returns: calling it replays the graph, ordered with the caller's stream.
 
     Attributes:
-        replay: the bare launch; None once the graph was dropped (`pg.reset`, `GraphPool.release`).
+        replay: the bare launch; None once the graph was dropped.
     """
 
     def __init__(self, pool: GraphPool, name: str) -> None:
@@ -271,11 +269,13 @@ class CapturedCall:
     def __call__(self) -> None:
         """
         Raises:
-            GraphPoolError: the graph was dropped; capture the call again.
+            GraphPoolError: the graph was dropped, or another graph of the pool is in use.
         """
-        if self.replay is None:
-            raise GraphPoolError.dropped(self.name)
-        with _torch.named_range(self.name), self._pool.using():
+        with _torch.named_range(self.name), self._pool.using() as nested:
+            if nested:
+                raise GraphPoolError.inside_forward(self.name)
+            if self.replay is None:
+                raise GraphPoolError.dropped(self.name)
             self._pool.run_off_default_stream((self.replay,))
 
     def drop_graphs(self) -> None:
@@ -303,7 +303,7 @@ class _Use:
 
 
 def capturing_elsewhere(device: torch.device) -> bool:
-    """The caller is capturing a graph; our replays and captures would not belong in it."""
+    """The caller is capturing a graph, where ours do not belong."""
     return device.type == "cuda" and _torch.capturing()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from piecewise_graph.compiler.segments import CompiledSegment
@@ -104,19 +104,19 @@ def explain(compiled: Any) -> Report:
     state = state_of(compiled)
     if state is None or not (state.traces or state.fallbacks):
         raise NotCompiledError.unknown(repr(compiled)[:80].splitlines()[0])
-    traces = tuple(map(_trace, state.traces))
+    traces = tuple(_trace(number, trace) for number, trace in enumerate(state.traces))
     buffers = sum(t.buffer_bytes() for t in state.traces if isinstance(t, Runtime))
     dropped = dict(over_budget(state))
     return Report(traces, state.pool.bytes(), buffers, state.sealed, dict(state.fallbacks), dropped)
 
 
-def _trace(trace: Trace) -> TraceReport:
+def _trace(number: int, trace: Trace) -> TraceReport:
     if isinstance(trace, Runtime):
-        return _split_trace(trace)
+        return _split_trace(number, trace)
     return TraceReport("all", steps=1, blocked=trace.blocked, fallbacks=dict(trace.fallbacks))
 
 
-def _split_trace(runtime: Runtime) -> TraceReport:
+def _split_trace(number: int, runtime: Runtime) -> TraceReport:
     program = runtime.program
     split, segments = program.split, program.compiled
     ops: dict[str, int] = {}
@@ -142,7 +142,9 @@ def _split_trace(runtime: Runtime) -> TraceReport:
         blocked=program.blocked,
         padding=padding,
         buckets=tuple(
-            tapes.buckets[size].record for tapes in runtime.all_tapes() for size in sorted(tapes.buckets)
+            replace(tapes.buckets[size].record, trace=number)
+            for tapes in runtime.all_tapes()
+            for size in sorted(tapes.buckets)
         ),
         failed={size: failure for tapes in runtime.all_tapes() for size, failure in tapes.failed.items()},
         fallbacks=dict(runtime.fallbacks),

@@ -18,6 +18,7 @@ from piecewise_graph.frontend.frozen_call import FrozenCall
 from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.recorder.memory_plan import _TrialPool
+from piecewise_graph.recorder.static_buffers import FlatBuffers
 from piecewise_graph.splitter import merge_linears, merged_weights, splitting_ops
 
 # --- what a compiled model holds ------------------------------------------------------------------------
@@ -225,3 +226,16 @@ def unregister_splitting_op(name: str) -> None:
 def decision(fast: Any, num_tokens: int) -> Any:
     """What the only trace would do with a call of `num_tokens` tokens; asking does nothing."""
     return trace(fast).decide(num_tokens)
+
+
+def no_memory_for_input(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The allocation of static buffer `number`, counted from 0, fails once."""
+    original, taken = FlatBuffers.take, [0]
+
+    def take(self: Any, *layout: Any) -> Tensor:
+        taken[0] += 1
+        if taken[0] == number + 1:
+            raise torch.OutOfMemoryError("wanted 12 GiB")
+        return original(self, *layout)
+
+    monkeypatch.setattr(FlatBuffers, "take", take)

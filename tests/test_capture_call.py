@@ -135,3 +135,13 @@ class TestOnTheGpu:
                     replay()
                     found = y.sum()
                 assert int(found.item()) == 19 << 20
+
+
+def test_replay_inside_of_a_forward_of_its_pool_is_refused(device: torch.device) -> None:
+    """It would overwrite what the forward has computed so far."""
+    pool, total = pg.GraphPool(), torch.zeros(2, device=device)
+    replay = pool.capture_call(lambda: total.add_(1.0), device=device, name="sampling")
+    with pool.using(), pytest.raises(GraphPoolError, match=r"(?s)sampling was called.*between forwards"):
+        replay()
+    replay()
+    assert total.tolist() == [2.0, 2.0]  # the warm-up and the last one

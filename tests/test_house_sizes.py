@@ -65,13 +65,13 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1439,
+    "beside": 1449,
     "kernels": 384,
     "splitter": 731,
-    "compiler": 993,
-    "recorder": 839,
-    "runtime": 715,
-    "frontend": 821,
+    "compiler": 996,
+    "recorder": 841,
+    "runtime": 718,
+    "frontend": 822,
     "custom_ops": 3216,
     "eagle": 2954,
     "bench": 646,

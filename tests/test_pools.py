@@ -8,19 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from internals import state, tape, traces
+from internals import no_memory_for_input, state, tape, traces
 from torch import Tensor
 from toys import (
     HOOK,
     Blocks,
     assert_same,
+    centred,
     compiled,
     new_pool,
+    ops,
     rows,
 )
 
 import piecewise_graph as pg
-from piecewise_graph.errors import GraphPoolError
+from piecewise_graph.errors import GraphPoolError, InputError
+from piecewise_graph.sizes import ShapeMiss
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -208,3 +211,37 @@ def test_rebuilt_models_do_not_pile_up(device: torch.device) -> None:
         torch._dynamo.reset()
     gc.collect()
     assert [ref() for ref in made] == [None] * 5
+
+
+def test_static_inputs_that_did_not_fit_are_allocated_by_a_later_call(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = compiled(lambda x, y: ops.mix(x + y) * 2, token_dim={"x": 0, "y": 0})
+    no_memory_for_input(monkeypatch, 1)
+    x, y = rows(8, device), rows(8, device)
+    expected = centred(x + y) * 2
+    assert_same(fast(x, y), expected)  # the bucket of 8 fails, and the call has its answer
+    with pg.counters.expect(tapes=1, failed_captures=0):
+        for _ in range(2):
+            assert_same(fast(x[:3], y[:3]), centred(x[:3] + y[:3]) * 2)
+
+
+def test_miss_inside_of_a_forward_is_not_answered_by_another_trace(
+    device: torch.device,
+) -> None:
+    """The splitting op has run: a second trace would run it again."""
+    ran: list[int] = []
+
+    def refuse(x: Tensor) -> Tensor:
+        ran.append(x.shape[0])
+        raise ShapeMiss("another model's input", sizes_differ=False)
+
+    fast = compiled(lambda x: ops.call_back(x * 2) + 1)
+    fast(rows(4, device))
+    HOOK[0] = refuse
+    try:
+        with pytest.raises(InputError, match="another model's input"):
+            fast(rows(4, device))
+    finally:
+        HOOK[0] = lambda x: x
+    assert ran == [4]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -94,7 +94,7 @@ def capture(
         state, chosen = _traced_state(call, sizes)
     if not chosen or not set(chosen) <= set(state.config.sizes):
         raise CaptureError.bad_sizes(sizes or [], state.config.sizes)
-    known = {id(bucket) for bucket in _captured(state)}
+    known = {id(bucket) for _, bucket in _captured(state)}
     _trace_dynamic(call, chosen, state)
     if state.plan is not None or state.config.max_graph_bytes is not None:
         captured_before = (bucket for r in _runtimes(state) for bucket in r.all_tapes()[0].buckets)
@@ -175,12 +175,13 @@ def _runtimes(state: ModelState) -> list[Runtime]:
     return [trace for trace in state.traces if isinstance(trace, Runtime)]
 
 
-def _captured(state: ModelState, size: int | None = None) -> list[CapturedBucket]:
-    """All captured buckets, or those of one size."""
+def _captured(state: ModelState, size: int | None = None) -> list[tuple[int, CapturedBucket]]:
+    """All captured buckets, or those of one size, each with the number of its trace."""
     return [
-        captured
-        for runtime in _runtimes(state)
-        for tapes in runtime.all_tapes()
+        (number, captured)
+        for number, trace in enumerate(state.traces)
+        if isinstance(trace, Runtime)
+        for tapes in trace.all_tapes()
         for bucket, captured in tapes.buckets.items()
         if size in (None, bucket)
     ]
@@ -191,14 +192,14 @@ def _report(state: ModelState, sizes: Sequence[int], known: set[int], seconds: f
     failed: dict[int, str] = {}
     for size in sizes:
         buckets = _captured(state, size)
-        new = [bucket for bucket in buckets if id(bucket) not in known]
+        new = [(number, bucket) for number, bucket in buckets if id(bucket) not in known]
         failures = _failures(state, size)
         if failures and not new:  # of this mode; another one may have captured the size before
             failed[size] = failures[0]
         elif not buckets:
             failed[size] = _why_not(state, size)
         else:
-            captured += [bucket.record for bucket in new or buckets]
+            captured += [replace(bucket.record, trace=number) for number, bucket in new or buckets]
     if not captured:
         raise CaptureError.nothing_captured(sorted(set(failed.values())))
     buffers = sum(runtime.buffer_bytes() for runtime in _runtimes(state))

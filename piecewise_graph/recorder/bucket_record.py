@@ -16,7 +16,8 @@ class BucketRecord:
         mode: "piecewise", or "full" with the graph_key.
         trace: number of its trace in pg.explain.
         seconds: time of its rehearsal and capture; 0 in a plan.
-        buffer_bytes: what it adds to the owned buffers; the first bucket of a trace brings the static inputs.
+        buffer_bytes: in a plan, what it adds to the owned buffers; the first bucket of a trace brings the
+            static inputs.
         planned_bytes: what pg.plan said of `graph_bytes` before; None where it was not asked, or when full.
         replays: forwards served so far.
         unpadded: reason -> segments that its replays run uncaptured at the exact size.

@@ -108,9 +108,11 @@ class StaticInputs:
     def _flat(self) -> dict[int, Tensor]:
         """One buffer per activation."""
         if not self._allocated:
+            made: dict[int, Tensor] = {}  # whole or not at all: an allocation may fail
             sizes = self._program.sizes_at(self._largest)
             for index, spec in self._program.split.activations:
-                self._allocated[index] = FlatBuffers().take(spec, *_extent(spec.storage_numel(sizes)))
+                made[index] = FlatBuffers().take(spec, *_extent(spec.storage_numel(sizes)))
+            self._allocated = made
         return self._allocated
 
     def view(self, index: int, bucket: int) -> Tensor:

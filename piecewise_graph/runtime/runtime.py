@@ -88,6 +88,7 @@ class Runtime:
             ShapeMiss: the trace is not valid for these shapes; nothing ran.
         """
         sizes = self.program.contract.admit(args)
+        self.state.channel.admitted()
         num_tokens, context = self._count(sizes), get_forward_context()
         with self.state.pool.using() as nested:
             ready = self.tapes_for(context).ready.get(num_tokens)

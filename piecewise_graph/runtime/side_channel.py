@@ -44,7 +44,7 @@ class SideChannel:
 
     Attributes:
         purpose: of the current calls.
-        graphs_run: graphs that ran since the last `begin_call`.
+        graphs_run: graphs that began to run since the last `begin_call`.
     """
 
     def __init__(self) -> None:
@@ -64,9 +64,12 @@ class SideChannel:
         if self.purpose is Purpose.TRACE:
             raise TracedOnly
 
+    def admitted(self) -> None:
+        """The call fits the trace: from here on it has effects, and no other trace may answer it."""
+        self.graphs_run += 1
+
     def leave(self, trace: Any, args: Sequence[Any], outputs: Sequence[Any]) -> None:
         """A trace has run."""
-        self.graphs_run += 1
         if self._observed is not None:
             self._observed.append(Ran(trace, args, outputs))
 

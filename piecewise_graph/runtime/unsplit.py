@@ -30,6 +30,7 @@ class UnsplitRuntime:
         state.add(self)
 
     def __call__(self, *args: Any) -> Any:
+        self.state.channel.admitted()
         counters.add("fallbacks", reason=self.blocked)
         self.fallbacks[self.blocked] += 1
         return self.run(*args)
