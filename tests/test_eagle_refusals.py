@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from eagle_cases import (
-    CHAINS,
     TREES,
     VOCABULARY,
     all_free,
@@ -20,15 +19,11 @@ from eagle_cases import (
     small_target,
     twin,
 )
+from eagle_request_cases import LENGTH, LOOKAHEAD, SHAPES, answers, make
 
 import piecewise_graph as pg
 from piecewise_graph.custom_ops.errors import AttentionError, CacheError
 from piecewise_graph.eagle import DraftShape, Sampling, Speculator, SpeculatorError
-
-PLAIN = DraftShape(0)
-SHAPES = [CHAINS[4], TREES[2], PLAIN]
-LENGTH = 40  # max_seq_len
-LOOKAHEAD = max(shape.lookahead for shape in SHAPES)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,20 +32,9 @@ def fresh_process_state() -> Iterator[None]:
         yield
 
 
-def make(kind: str = "twin", **asked: Any) -> Speculator:
-    """A loop that is not compiled; what is refused is refused there too."""
-    target, _, draft = small_pair(kind)
-    options = {"shapes": SHAPES, "max_requests": 4, "max_seq_len": LENGTH, "graphs": "eager"}
-    return Speculator(target, draft, **(options | asked))
-
-
 @pytest.fixture(scope="module")
 def loop() -> Speculator:
     return make()
-
-
-def answers(prompts: list[list[int]], count: int) -> list[list[int]]:
-    return [each.tokens for each in greedy(small_pair("twin")[1], prompts, count)]
 
 
 # What cannot be served.

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 from eagle_cases import (
-    CHAINS,
     QUICK,
-    TREES,
     VOCABULARY,
     all_free,
     assert_greedy,
@@ -21,16 +19,12 @@ from eagle_cases import (
     small_target,
     twin,
 )
+from eagle_request_cases import LENGTH, LOOKAHEAD, SHAPES, answers, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import piecewise_graph as pg
 from piecewise_graph.eagle import DraftShape, Speculator
-
-PLAIN = DraftShape(0)
-SHAPES = [CHAINS[4], TREES[2], PLAIN]
-LENGTH = 40  # max_seq_len
-LOOKAHEAD = max(shape.lookahead for shape in SHAPES)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,20 +33,9 @@ def fresh_process_state() -> Iterator[None]:
         yield
 
 
-def make(kind: str = "twin", **asked: Any) -> Speculator:
-    """A loop that is not compiled."""
-    target, _, draft = small_pair(kind)
-    options = {"shapes": SHAPES, "max_requests": 4, "max_seq_len": LENGTH, "graphs": "eager"}
-    return Speculator(target, draft, **(options | asked))
-
-
 @pytest.fixture(scope="module")
 def loop() -> Speculator:
     return make()
-
-
-def answers(prompts: list[list[int]], count: int) -> list[list[int]]:
-    return [each.tokens for each in greedy(small_pair("twin")[1], prompts, count)]
 
 
 # Where a request ends.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from piecewise_graph.compiler.program import Program
 
@@ -16,8 +16,8 @@ class PaddingProofs:
     changed.
     """
 
-    def __init__(self, known: Mapping[Key, str | None] | None = None) -> None:
-        self._known: dict[Key, str | None] = dict(known or {})
+    def __init__(self) -> None:
+        self._known: dict[Key, str | None] = {}
 
     def __contains__(self, key: Key) -> bool:
         return key in self._known
