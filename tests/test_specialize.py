@@ -149,13 +149,13 @@ def test_decode_steps_on_a_gpu(bias: bool) -> None:
 
     import toys  # noqa: F401
 
-    module = nn.Sequential(Wide(), Wide()).to("cuda", torch.bfloat16).eval()
+    module = Wide().to("cuda", torch.bfloat16).eval()
     compiled = pg.compile(
-        module, capture_sizes=[1, 8, 32, 64], max_tokens=64, token_dim={"input": 0}, specialize=[1, 8, 32]
+        module, capture_sizes=[1, 8, 32, 64], max_tokens=64, token_dim={"x": 0}, specialize=[1, 32]
     )
     for tokens in (1, 8, 32, 5, 1, 8, 32, 30, 64):
         x = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
         with pg.counters.expect(not_specialized=0):
             found = compiled(x)
         torch.testing.assert_close(found, module(x), rtol=5e-2, atol=5e-2)
-    assert {size for size, code in exact_codes(compiled) if code.run} == {1, 8, 32}
+    assert {size for size, code in exact_codes(compiled) if code.run} == {1, 32}
