@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class Subject:
         self.name, self._options = name, options
         target, draft = load_pair(PAIRS[name]) if name in PAIRS else _random(name)
         synthetic = None if name in PAIRS else ACCEPT_LENGTH
-        self.base = Setting(steps=STEPS, overlap=True, synthetic_accept_length=synthetic)
+        self.base = Setting.of(steps=STEPS, overlap=True, synthetic_accept_length=synthetic)
         self._vocabulary = target.get_input_embeddings().weight.shape[0]
         compiled: dict[str, Any] = {
             "compiler": options.compiler,
@@ -153,14 +153,14 @@ def measured(
 def idle_row(subject: Subject, users: int, overlap: bool, rounds: int) -> Row:
     """Idle shares of the device in some rounds of the decode load; None on a CPU."""
     load = arrivals(subject.load("decode"), users)
-    setting = replace(subject.base, overlap=overlap)
+    setting = Setting.of(**subject.base.values | {"overlap": overlap})
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         steps = trace(subject.speculator, setting, load, file, steps=rounds)
         found = idle_time(read_events(file))
     shares = dict.fromkeys(IdleTime.__annotations__) if found is None else asdict(found)
     place = {"shape": subject.name, "max_concurrency": users, "overlap": overlap}
-    label = acceptance(setting.synthetic_accept_length)
+    label = acceptance(setting.values["synthetic_accept_length"])
     return {"kind": "idle", **place, "acceptance": label, "steps": steps, **shares}
 
 

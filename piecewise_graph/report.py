@@ -170,7 +170,7 @@ def _sizes(runtime: Runtime) -> str:
         return "fixed shapes" if not runtime.program.contract.symbols else "several dynamic sizes"
     text = range_text(runtime.program.contract.ranges[0])
     guards = [str(guard) for guard in runtime.program.contract.guards]
-    return text + (f", {len(guards)} conditions: {', '.join(guards)[:120]}" if guards else "")
+    return text + (f", where {', '.join(guards)[:120]}" if guards else "")
 
 
 def _trace_lines(number: int, trace: TraceReport) -> list[str]:

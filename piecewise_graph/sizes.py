@@ -180,9 +180,9 @@ class ShapeContract:
 
 
 def range_text(bounds: Range) -> str:
-    """`2 to 32 tokens`, `1 tokens and more`."""
+    """`2 to 32 tokens`, `2 tokens or more`, `1 token or more`."""
     low, high = bounds
-    return f"{low} tokens and more" if high is None else f"{low} to {high} tokens"
+    return f"{low} token{'s' * (low != 1)} or more" if high is None else f"{low} to {high} tokens"
 
 
 def relaxed_range(bounds: Range) -> Range:

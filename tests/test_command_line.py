@@ -69,7 +69,8 @@ def test_demo_completes_text_like_eager(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--model", "./nowhere"], "the model './nowhere' cannot be used"),
+        (["--model", "./nowhere"], "the model './nowhere' cannot be used: there is no such folder"),
+        (["--model", str(Path(__file__).parent)], "cannot be used: there is no config.json in it"),
         (["--model", MODEL, "--dtype", "fp8"], "dtype 'fp8' cannot be used"),
         (["--model", MODEL, "--device", "gpu"], "device 'gpu' cannot be used"),
     ],
@@ -80,3 +81,32 @@ def test_explain_says_what_it_cannot_load(
     assert main(["explain", *options]) == 2
     error = capsys.readouterr().err
     assert says in error and "What to do:" in error
+
+
+def test_a_damaged_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in Path(MODEL).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[:1000])
+    assert main(["explain", "--model", str(tmp_path)]) == 2
+    assert "cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["demo", "--prompt", ""], "an empty prompt has no tokens"),
+        (["generate", "--model", MODEL, "--prompt", ""], "an empty prompt has no tokens"),
+        (["explain", "--new-tokens", "4"], "unrecognized arguments: --new-tokens"),
+        (["explain", "--prompt", "import"], "unrecognized arguments: --prompt"),
+    ],
+)
+def test_options_without_meaning_are_refused_by_name(
+    command: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(command)
+    assert caught.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_acceptance_without_a_draft_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", MODEL, "--synthetic-accept-length", "2"]) == 2
+    assert "--synthetic-accept-length 2.0 needs a draft" in capsys.readouterr().err

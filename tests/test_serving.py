@@ -22,13 +22,13 @@ from piecewise_graph.eagle.serving.round_store import RoundStore
 
 
 def test_a_setting_is_changed_by_name() -> None:
-    changed = Setting(steps=3).but("overlap=off, draft-decode=eager,num_draft_tokens=4", has_draft=True)
-    assert changed == Setting(steps=3, overlap=False, draft_decode="eager", num_draft_tokens=4)
-    assert changed.phase_graphs == {"draft": "eager", "verify": "full", "extend": "full"}
-    plain = Setting(steps=3, topk=2).but("steps=0", has_draft=True)
-    assert plain.shape == DraftShape(0)
-    assert Setting(steps="auto").shape == "auto"
-    assert not any(shape.is_tree for shape in Setting(steps="auto").shapes(page_size=16))
+    changed = Setting.of(steps=3).but("overlap=off, draft-decode=eager,num_draft_tokens=4", has_draft=True)
+    assert changed == Setting.of(steps=3, overlap=False, draft_decode="eager", num_draft_tokens=4)
+    assert changed.options.graphs == {"draft": "eager", "verify": "full", "extend": "full"}
+    plain = Setting.of(steps=3, topk=2).but("steps=0", has_draft=True)
+    assert plain.options.shape == DraftShape(0)
+    assert Setting.of(steps="auto").options.shape == "auto"
+    assert not any(shape.is_tree for shape in Setting.of(steps="auto").shapes(page_size=16))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_setting_is_changed_by_name() -> None:
 )
 def test_a_change_that_cannot_be_says_what_to_do(changes: str, says: str) -> None:
     with pytest.raises(ValueError, match="What to do") as caught:
-        Setting(steps=3).but(changes, has_draft=True)
+        Setting.of(steps=3).but(changes, has_draft=True)
     assert says in str(caught.value)
 
 

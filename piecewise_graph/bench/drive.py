@@ -116,7 +116,7 @@ class _Side:
 
     def __init__(self, speculator: Speculator, setting: Setting, concurrency: int, seed: int) -> None:
         self._speculator, self._concurrency = speculator, concurrency
-        self._engine, self._sampling = setting.engine(speculator), setting.sampling(seed)
+        self._engine, self._sampling = setting.engine(speculator), replace(setting.sampling, seed=seed)
         self.close = self._engine.close
 
     def warm_up(self, load: Sequence[Arrival], requests: int) -> None:

@@ -56,7 +56,7 @@ class Outcome:
             "env": environment(),
             "command": command,
             "load": load.to_dict(),
-            "sides": {name: asdict(setting) for name, setting in self.sides.items()},
+            "sides": {name: dict(setting.values) for name, setting in self.sides.items()},
             "rows": rows,
         }
         if len(self.sides) > 1:

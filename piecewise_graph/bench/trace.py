@@ -51,10 +51,10 @@ def trace(
     longest = speculator.max_seq_len
     tokens_per_round = 1 + max(shape.steps for shape in setting.shapes(page_size=1))
     kept = max(1, longest - (_SETTLE + _PROFILER_WARM_UP + steps) * tokens_per_round)
-    engine, sampling = setting.engine(speculator), setting.sampling(0)
+    engine = setting.engine(speculator)
     try:
         requests = [
-            engine.add_request(prompt, max_new_tokens=longest - len(prompt), sampling=sampling)
+            engine.add_request(prompt, max_new_tokens=longest - len(prompt), sampling=setting.sampling)
             for prompt in (arrival.prompt[:kept] for arrival in load)
         ]
         while engine.unfinished and not all(request.tokens for request in requests):

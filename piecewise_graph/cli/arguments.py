@@ -24,11 +24,22 @@ class Help(argparse.HelpFormatter):
         return text if told else f"{text} (default: %(default)s)"
 
 
+def _text(given: str) -> str:
+    if not given:
+        raise argparse.ArgumentTypeError("an empty prompt has no tokens to go on from; pass some text")
+    return given
+
+
 def demo_options(parser: Group) -> None:
-    """Of `demo` and `explain`."""
-    parser.add_argument("--model", help="directory or hub id of a causal LM (default: the repository's)")
-    parser.add_argument("--prompt", default=PROMPT, help="text to complete (default: some Python)")
+    """Of `demo`."""
+    explain_options(parser)
+    parser.add_argument("--prompt", type=_text, default=PROMPT, help="to complete (default: some Python)")
     parser.add_argument("--new-tokens", type=whole(1), default=48, help="tokens to complete it with")
+
+
+def explain_options(parser: Group) -> None:
+    """Of `explain`."""
+    parser.add_argument("--model", help="directory or hub id of a causal LM (default: the repository's)")
     parser.add_argument("--max-tokens", type=whole(1), default=256, help="largest bucket")
     _compile_options(parser)
 
@@ -38,7 +49,7 @@ def generate_options(parser: Group) -> None:
     parser.add_argument("--model", required=True, help="directory or hub id of a causal LM, the target")
     parser.add_argument("--draft", help="directory of an EAGLE head; left out: plain decoding")
     add_setting_options(parser, leave_out=_HELD_BY_PHASE)
-    parser.add_argument("--prompt", default=PROMPT, help="text to go on with (default: some Python)")
+    parser.add_argument("--prompt", type=_text, default=PROMPT, help="to complete (default: some Python)")
     parser.add_argument("--max-new-tokens", type=whole(1), default=128, help="tokens to generate")
     parser.add_argument("--seed", type=whole(0), default=0, help="of sampling")
     _compile_options(parser)

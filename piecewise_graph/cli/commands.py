@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     arguments.demo_options(made)
     made.set_defaults(run="demo.run")
     made = add("explain", help="compile and capture a causal LM, and say what was captured")
-    arguments.demo_options(made)
+    arguments.explain_options(made)
     made.set_defaults(run="demo.explain")
     made = add("generate", help="speculative decoding with a draft head, beside plain decoding")
     arguments.generate_options(made)

@@ -24,7 +24,9 @@ _TIMED_TOKENS = (1, 8, 64, 256)
 @torch.no_grad()
 def run(options: argparse.Namespace) -> int:
     """Run the demo; the exit status is 1 when a token differs from eager."""
-    model, compiled, tokenizer, prompt = _capture(options)
+    tokenizer, model, compiled = _capture(options)
+    encoded = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False)
+    prompt = encoded.input_ids.to(model.device)
     equal = _complete(model, compiled, tokenizer, prompt, options.new_tokens)
     _print_times(model, compiled, prompt, options)
     print(pg.explain(compiled))
@@ -35,22 +37,19 @@ def run(options: argparse.Namespace) -> int:
 @torch.no_grad()
 def explain(options: argparse.Namespace) -> int:
     """Capture a model and print `pg.explain`."""
-    _, compiled, _, _ = _capture(options)
-    print(pg.explain(compiled))
+    print(pg.explain(_capture(options)[-1]))
     return 0
 
 
-def _capture(options: argparse.Namespace) -> tuple[Any, Any, Any, Tensor]:
-    """(model, the same captured, tokenizer, prompt)."""
+def _capture(options: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """(tokenizer, model, the same captured)."""
     options.model = options.model or default_model()
     tokenizer, model = load_model(options.model, "sdpa", options.dtype, options.device)
     count = sum(p.numel() for p in model.parameters())
     print(f"{options.model}: {count / 1e6:.1f} M parameters, {model.dtype}, {options.device}")
     compiled = pg.compile(model, max_tokens=options.max_tokens, compiler=options.compiler)
-    encoded = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False)
-    prompt = encoded.input_ids.to(model.device)
-    print(pg.capture(compiled, lambda n: _inputs(prompt[:, :1].repeat(1, n))))
-    return model, compiled, tokenizer, prompt
+    print(pg.capture(compiled, lambda n: _inputs(torch.zeros(1, n, dtype=torch.long, device=model.device))))
+    return tokenizer, model, compiled
 
 
 def _inputs(ids: Tensor) -> dict[str, Any]:

@@ -6,16 +6,21 @@ from pathlib import Path
 
 from piecewise_graph.errors import PiecewiseError
 
+_MODEL = "pass the folder of a causal LM with its tokenizer (config.json and safetensors), or its hub id."
+
 
 class CommandError(PiecewiseError, ValueError):
     """Options that no command can run with."""
 
     @classmethod
+    def no_model_folder(cls, path: str) -> CommandError:
+        what = "there is no config.json in it" if Path(path).is_dir() else "there is no such folder"
+        return cls(f"the model {path!r} cannot be used: {what}.", _MODEL)
+
+    @classmethod
     def no_model(cls, path: str, error: Exception) -> CommandError:
-        return cls(
-            f"the model {path!r} cannot be used: {_first_line(error)}",
-            "pass the directory, or the hub id, of a causal LM with its tokenizer.",
-        )
+        where = "" if Path(path).is_dir() else "there is no such folder, and as a hub id: "
+        return cls(f"the model {path!r} cannot be loaded: {where}{_first_line(error)}", _MODEL)
 
     @classmethod
     def no_default_model(cls) -> CommandError:
@@ -53,4 +58,6 @@ class CommandError(PiecewiseError, ValueError):
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    """The first line, or all if that line only announces the others."""
+    first, *_ = text = str(error).split("\n")
+    return " ".join(" ".join(text).split()) if first.rstrip().endswith(":") else first

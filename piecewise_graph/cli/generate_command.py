@@ -44,17 +44,18 @@ def run(options: argparse.Namespace) -> int:
         0, or 1 if greedy text in float32 differs from plain decoding.
     """
     setting = Setting.from_options(options, has_draft=bool(options.draft))
-    shape, synthetic = setting.shape, setting.synthetic_accept_length
+    shape, synthetic = setting.options.shape, setting.options.synthetic
     if synthetic is not None and isinstance(shape, DraftShape):
         Synthetic.of(synthetic, shape.steps)  # raises before a model is loaded
     tokenizer, target = load_model(options.model, "piecewise", options.dtype, options.device)
     prompt = tokenizer(options.prompt, add_special_tokens=False).input_ids
     shapes = [*setting.shapes(page_size=1), DraftShape(0)]
     longest = len(prompt) + options.max_new_tokens
-    speculator = _speculator(target, options.draft, shapes, longest, options.compiler, setting.graphs)
+    graphs = setting.values["graphs"]
+    speculator = _speculator(target, options.draft, shapes, longest, options.compiler, graphs)
     runs = {
         name: measure(speculator, prompt, each, options.max_new_tokens, options.seed)
-        for name, each in {PLAIN: replace(setting, steps=0), str(shape): setting}.items()
+        for name, each in {PLAIN: Setting.of(**setting.values | {"steps": 0}), str(shape): setting}.items()
     }
     print(tokenizer.decode([*prompt, *runs[str(shape)].tokens], skip_special_tokens=True))
     print("-" * 72)
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if shape == AUTO:
         print(speculator.planner)
     different = runs[PLAIN].tokens != runs[str(shape)].tokens
-    if setting.temperature or not different or synthetic is not None:
+    if setting.sampling.temperature or not different or synthetic is not None:
         return 0
     rounds = target.dtype != torch.float32
     print("greedy text differs from plain decoding" + " (rounding can do that in 16 bits)" * rounds)
@@ -74,12 +75,10 @@ def measure(
     speculator: Speculator, prompt: Sequence[int], setting: Setting, max_new_tokens: int, seed: int = 0
 ) -> Run:
     """Generate twice: first to compile and capture, then to time the tokens after the first one."""
-    asked: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens, "sampling": setting.sampling(seed), "shape": setting.shape,
-        "synthetic": setting.synthetic_accept_length if setting.steps else None,
-    }  # fmt: skip
+    asked = vars(setting.options) | {"max_new_tokens": max_new_tokens}
+    asked["sampling"] = replace(setting.sampling, seed=seed)
     speculator.generate([prompt], **asked)
-    engine, (request,) = speculator.session([prompt], **asked)
+    engine, (request,) = speculator.session([prompt], **asked | {"overlap": False})
     try:
         engine.step()
         wait(speculator.device)
@@ -112,7 +111,7 @@ def demo(options: argparse.Namespace, prompt: Sequence[int]) -> None:
     """The repository's heads beside plain decoding, if there are heads next to the model."""
     path = Path(options.model)
     heads = [folder for folder in sorted(path.parent.glob(f"{path.name}-eagle*")) if folder.is_dir()]
-    settings = [Setting(), Setting(steps=3), Setting(steps=5, topk=4, num_draft_tokens=16)]
+    settings = [Setting.of(), Setting.of(steps=3), Setting.of(steps=5, topk=4, num_draft_tokens=16)]
     shapes = [shape for setting in settings for shape in setting.shapes(page_size=1)]
     runs: dict[str, Run] = {}
     for folder in heads:
@@ -120,7 +119,7 @@ def demo(options: argparse.Namespace, prompt: Sequence[int]) -> None:
         longest = len(prompt) + options.new_tokens
         speculator = _speculator(target, folder, shapes, longest, options.compiler)
         for setting in settings:
-            name = f"{folder.name}, {setting.shape}" if setting.steps else PLAIN
+            name = f"{folder.name}, {setting.options.shape}" if setting.values["steps"] else PLAIN
             if name not in runs:
                 runs[name] = measure(speculator, prompt, setting, options.new_tokens)
     if heads:

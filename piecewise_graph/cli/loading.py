@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from piecewise_graph.eagle.speculator import Speculator
 
 from .errors import CommandError
 
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _SMALL = 100_000_000  # parameters up to which float32 costs nothing and makes agreement exact
 
 
@@ -41,16 +43,19 @@ def load_model(path: str, attention: str, dtype: str | None, device: str) -> tup
         attention: transformers' name of the implementation, such as "sdpa" or "piecewise".
 
     Raises:
-        CommandError: no such model, dtype or device.
+        CommandError: no such folder, model, dtype or device.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     pg.register_attention()
     wanted, where = _dtype(dtype) if dtype else "auto", _device(device)
+    is_local = Path(path).exists() or not _HUB_ID.fullmatch(path)
+    if is_local and not Path(path, "config.json").is_file():
+        raise CommandError.no_model_folder(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=wanted)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of transformers, safetensors, tokenizers or the hub: each has its own
         raise CommandError.no_model(path, error) from error
     if not dtype and sum(p.numel() for p in model.parameters()) <= _SMALL:
         model = model.float()

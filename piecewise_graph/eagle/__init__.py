@@ -34,6 +34,7 @@ _HOME = {
     "DraftShape": "options",
     "EagleError": "errors",
     "Engine": "serving.engine",
+    "EngineOptions": "options",
     "Request": "request",
     "Sampling": "options",
     "Speculator": "speculator",

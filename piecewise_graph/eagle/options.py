@@ -1,7 +1,8 @@
-"""What users choose: the shape of a draft, how a request is sampled, and the limits of a speculator."""
+"""What users choose: the shape of a draft, how requests are sampled and served, a speculator's limits."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -120,6 +121,25 @@ class Sampling:
     @property
     def filtered(self) -> bool:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine serves: the keywords of `Speculator.engine`, `generate` and `session`.
+
+    Attributes:
+        shape: one of the speculator's; "auto" = the planner chooses in every round; None = the first.
+        graphs: graph modes that differ from the speculator's; prefill always runs in the speculator's.
+        synthetic: synthetic acceptance, for models with random weights: a mean accept length, or one rate per
+            position. The tokens mean nothing then, and the statistics say so.
+        overlap: launch a round before the result of the round before is read, so that the device never waits
+            for the host; the tokens are the same. None = only on a GPU.
+    """
+
+    shape: DraftShape | int | str | None = None
+    graphs: str | Mapping[str, str] | None = None
+    synthetic: float | Sequence[float] | None = None
+    overlap: bool | None = None
 
 
 def _is_whole(value: Any, end: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .errors import SpeculatorError
-from .options import AUTO, COMPILED, FULL, PIECEWISE, DraftShape, Sampling, as_shape, as_shapes
+from .options import AUTO, COMPILED, FULL, PIECEWISE, DraftShape, EngineOptions, Sampling, as_shape, as_shapes
 from .request import Request, per_request
 from .rounds.phases import GREEDY, RULES
 from .rounds.prefill import Prefill
@@ -17,7 +17,7 @@ from .rounds.resources import Resources
 from .rounds.synthetic import Synthetic
 from .serving.engine import Engine
 from .serving.model_checks import PHASES, check_models, check_options, graph_modes, make_limits
-from .serving.round_store import EngineOptions, GraphModes, RoundStore
+from .serving.round_store import GraphModes, RoundPolicy, RoundStore
 from .serving.shape_planner import Planner
 from .statistics import Statistics
 
@@ -113,11 +113,8 @@ class Speculator:
         max_new_tokens: int | Sequence[int] = 64,
         sampling: Sampling | Sequence[Sampling] | None = None,
         stop: Sequence[int] = (),
-        shape: DraftShape | int | str | None = None,
-        graphs: str | Mapping[str, str] | None = None,
-        synthetic: float | Sequence[float] | None = None,
-        overlap: bool | None = None,
         return_stats: bool = False,
+        **options: Any,
     ) -> Any:
         """New tokens for every prompt, in order.
 
@@ -126,11 +123,7 @@ class Speculator:
             max_new_tokens: one for all or one per prompt.
             sampling: the same; None = greedy.
             stop: token ids that end a request; the stop token that ended it is kept as its last token.
-            shape: one of the speculator's; "auto" = the planner chooses in every round; None = the first.
-            graphs: graph modes that differ from the speculator's; prefill always runs in the speculator's.
-            synthetic: synthetic acceptance, for models with random weights: a mean accept length, or one rate
-                per position. The tokens mean nothing then, and the statistics say so.
-            overlap: as in `engine`.
+            options: fields of `EngineOptions`: shape, graphs, synthetic, overlap.
 
         Returns:
             a list of token lists; with `return_stats`, (that list, `Statistics`).
@@ -140,8 +133,8 @@ class Speculator:
             CacheError: one request alone needs more pages than there are.
             AddressMovedError: a weight moved since the graphs that read it were captured.
         """
-        options = self._options(shape, graphs, synthetic, overlap)
-        engine, requests = self._queued(prompts, max_new_tokens, sampling, stop, options)
+        policy = self._policy(EngineOptions(**options))
+        engine, requests = self._queued(prompts, max_new_tokens, sampling, stop, policy)
         try:
             while engine.unfinished:
                 engine.step()
@@ -160,72 +153,54 @@ class Speculator:
         max_new_tokens: int | Sequence[int] = 64,
         sampling: Sampling | Sequence[Sampling] | None = None,
         stop: Sequence[int] = (),
-        shape: DraftShape | int | str | None = None,
-        graphs: str | Mapping[str, str] | None = None,
-        synthetic: float | Sequence[float] | None = None,
-        overlap: bool | None = False,
+        **options: Any,
     ) -> tuple[Engine, list[Request]]:
         """Like `generate`, but the caller steps the engine that these prompts wait in.
 
         Args:
-            overlap: as in `engine`; off by default, so that a step returns with its own results.
+            options: as in `generate`, but overlap is off by default: a step returns with its own results.
 
         Returns:
             (engine, requests in the order of the prompts).
         """
-        options = self._options(shape, graphs, synthetic, overlap)
-        return self._queued(prompts, max_new_tokens, sampling, stop, options)
+        policy = self._policy(EngineOptions(**{"overlap": False} | options))
+        return self._queued(prompts, max_new_tokens, sampling, stop, policy)
 
-    def engine(
-        self,
-        *,
-        shape: DraftShape | int | str | None = None,
-        graphs: str | Mapping[str, str] | None = None,
-        synthetic: float | Sequence[float] | None = None,
-        overlap: bool | None = None,
-    ) -> Engine:
+    def engine(self, **options: Any) -> Engine:
         """Continuous batching: requests join and leave while others run. One engine at a time has requests.
 
         Args:
-            shape, graphs, synthetic: of all rounds, as in `generate`.
-            overlap: launch a round before the result of the round before is read, so that the device never
-                waits for the host; the tokens are the same. None = only on a GPU.
+            options: fields of `EngineOptions`: shape, graphs, synthetic, overlap.
 
         Raises:
             SpeculatorError: another engine of this speculator has unfinished requests.
             AddressMovedError: a weight moved since the graphs that read it were captured.
         """
-        return self._open(self._make_engine(self._options(shape, graphs, synthetic, overlap)))
+        return self._open(self._make_engine(self._policy(EngineOptions(**options))))
 
     def close(self) -> None:
         """End an engine that was left open, and take its slots and pages back."""
         if self._latest is not None:
             self._latest.close()
 
-    def _options(
-        self,
-        shape: DraftShape | int | str | None,
-        graphs: str | Mapping[str, str] | None,
-        synthetic: float | Sequence[float] | None,
-        overlap: bool | None,
-    ) -> EngineOptions:
+    def _policy(self, options: EngineOptions) -> RoundPolicy:
         planned: DraftShape | Planner = self.planner
-        if shape != AUTO:
-            planned = self.shapes[0] if shape is None else as_shape(shape)
+        if options.shape != AUTO:
+            planned = self.shapes[0] if options.shape is None else as_shape(options.shape)
             if planned not in self.shapes:
                 raise SpeculatorError.unprepared(planned, self.shapes)
         is_planner = isinstance(planned, Planner)
         shapes = self.shapes if isinstance(planned, Planner) else (planned,)
-        given: dict[DraftShape, Synthetic] = {}
-        if synthetic is not None:
-            given = {
-                each: Synthetic.of(synthetic, each.steps, clamped=is_planner) for each in shapes if each.steps
+        synthetic: dict[DraftShape, Synthetic] = {}
+        if options.synthetic is not None:
+            drafts = [shape for shape in shapes if shape.steps]
+            synthetic = {
+                shape: Synthetic.of(options.synthetic, shape.steps, clamped=is_planner) for shape in drafts
             }
             if is_planner:  # the shared planner must not learn from synthetic acceptance
                 planned = Planner(self.shapes)
-        if overlap is None:
-            overlap = self.device.type == "cuda"
-        return EngineOptions(planned, self._graph_modes(graphs), given, overlap)
+        overlap = self.device.type == "cuda" if options.overlap is None else options.overlap
+        return RoundPolicy(planned, self._graph_modes(options.graphs), synthetic, overlap)
 
     def _graph_modes(self, graphs: str | Mapping[str, str] | None) -> GraphModes:
         if graphs is None or not isinstance(graphs, str):
@@ -240,11 +215,11 @@ class Speculator:
         max_new_tokens: int | Sequence[int],
         sampling: Sampling | Sequence[Sampling] | None,
         stop: Sequence[int],
-        options: EngineOptions,
+        policy: RoundPolicy,
     ) -> tuple[Engine, list[Request]]:
         counts = per_request("max_new_tokens", max_new_tokens, len(prompts))
         samplings = per_request("sampling", sampling, len(prompts))
-        engine = self._make_engine(options)
+        engine = self._make_engine(policy)
         requests = [
             engine.make_request(prompt, count, how, stop)
             for prompt, how, count in zip(prompts, samplings, counts, strict=True)
@@ -254,8 +229,8 @@ class Speculator:
             engine.add(request)
         return engine, requests
 
-    def _make_engine(self, options: EngineOptions) -> Engine:
-        return Engine(self._rounds, options, context=self._running, claim=self._claim)
+    def _make_engine(self, policy: RoundPolicy) -> Engine:
+        return Engine(self._rounds, policy, context=self._running, claim=self._claim)
 
     def _open(self, engine: Engine) -> Engine:
         self._claim(engine)

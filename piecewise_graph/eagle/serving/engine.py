@@ -25,7 +25,7 @@ from ..request import Request, token_ids
 from ..rounds.phase_runner import named
 from ..rounds.prefill import Piece
 from ..rounds.round_launch import Launch
-from .round_store import EngineOptions, RoundStore
+from .round_store import RoundPolicy, RoundStore
 from .scheduler import Scheduler
 
 
@@ -43,12 +43,12 @@ class Engine:
     def __init__(
         self,
         rounds: RoundStore,
-        options: EngineOptions,
+        policy: RoundPolicy,
         *,
         context: Callable[[], AbstractContextManager[None]],
         claim: Callable[[Engine], None],
     ) -> None:
-        self._rounds, self._options = rounds, options
+        self._rounds, self._policy = rounds, policy
         self._resources, self._prefill = rounds.resources, rounds.prefill
         self._context, self._claim = context, claim
         self._scheduler = Scheduler(self._resources.table, self._resources.limits.lookahead)
@@ -82,7 +82,7 @@ class Engine:
     @property
     def synthetic_accept_length(self) -> float | None:
         """Mean accept length of synthetic acceptance; None = the target decides."""
-        return self._options.synthetic_accept_length
+        return self._policy.synthetic_accept_length
 
     def add_request(
         self,
@@ -177,7 +177,7 @@ class Engine:
             self._recover()
             self._interrupted = True
             launched = self._launch()
-            self._settle(keep=int(self._options.overlap and launched))
+            self._settle(keep=int(self._policy.overlap and launched))
             self._interrupted = False
         return self._report()
 
@@ -215,7 +215,7 @@ class Engine:
                 launch = self._prefill.launch(chunk)
             self._launched(launch, pieces)
         if batch:
-            made, sharing = self._rounds.round_for(batch, shape, self._options), pieces if shared else []
+            made, sharing = self._rounds.round_for(batch, shape, self._policy), pieces if shared else []
             self._launched(made.launch(batch, self._prefill.lay_out(sharing) if sharing else None), sharing)
         return bool(pieces or batch)
 
@@ -228,7 +228,7 @@ class Engine:
         """Read results until `keep` launches are in flight."""
         while len(self._in_flight) > keep:
             launch = self._in_flight[0]
-            launch.read(self._options.observe)
+            launch.read(self._policy.observe)
             for request in launch.requests:
                 if request.has_news:
                     self._unreported[request] = None
@@ -243,11 +243,11 @@ class Engine:
     def _choose(self, batch: Sequence[Request]) -> DraftShape:
         """The shape of the next round. A draft that was behind has caught up when this returns."""
         if not batch:
-            return self._options.shapes[0]
-        if self._rounds.wants_times(batch, self._options):
+            return self._policy.shapes[0]
+        if self._rounds.wants_times(batch, self._policy):
             self._settle(keep=0)
-            self._rounds.time(batch, self._options)
-        shape = self._rounds.choose(batch, self._options)
+            self._rounds.time(batch, self._policy)
+        shape = self._rounds.choose(batch, self._policy)
         late = [request for request in batch if request.progress.draft_is_behind] if shape.steps else []
         if late:
             self._settle(keep=0)  # the tokens that the draft missed have to be known

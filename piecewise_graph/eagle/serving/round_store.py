@@ -21,8 +21,8 @@ GraphModes = tuple[tuple[str, str], ...]  # (phase, graph mode) of each
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """How all rounds of one engine run.
+class RoundPolicy:
+    """What the `EngineOptions` of one engine mean for its rounds.
 
     Attributes:
         planned: the shape of every round, or a planner that chooses before each.
@@ -70,27 +70,27 @@ class RoundStore:
         """Requests of the round that serves these, padding included."""
         return next(size for size in self.resources.limits.batch_sizes if size >= len(requests))
 
-    def choose(self, requests: Sequence[Request], options: EngineOptions) -> DraftShape:
+    def choose(self, requests: Sequence[Request], policy: RoundPolicy) -> DraftShape:
         """The shape of the next round; a planner must not want times."""
-        planned = options.planned
-        return planned.choose(self._key(requests, options)).shape if isinstance(planned, Planner) else planned
+        planned = policy.planned
+        return planned.choose(self._key(requests, policy)).shape if isinstance(planned, Planner) else planned
 
-    def wants_times(self, requests: Sequence[Request], options: EngineOptions) -> bool:
+    def wants_times(self, requests: Sequence[Request], policy: RoundPolicy) -> bool:
         """Whether a planner must time the phases before it can choose a round for these requests."""
-        planned = options.planned
-        return isinstance(planned, Planner) and not planned.knows(self._key(requests, options))
+        planned = policy.planned
+        return isinstance(planned, Planner) and not planned.knows(self._key(requests, policy))
 
-    def time(self, requests: Sequence[Request], options: EngineOptions) -> None:
+    def time(self, requests: Sequence[Request], policy: RoundPolicy) -> None:
         """Time the phases of all shapes. Nothing else may be in flight."""
-        assert isinstance(options.planned, Planner)
-        rounds = {shape: self.round_for(requests, shape, options) for shape in options.shapes}
+        assert isinstance(policy.planned, Planner)
+        rounds = {shape: self.round_for(requests, shape, policy) for shape in policy.shapes}
         seconds = {shape: each.seconds() for shape, each in rounds.items()}
-        options.planned.measure(self._key(requests, options), seconds)
+        policy.planned.measure(self._key(requests, policy), seconds)
 
-    def round_for(self, requests: Sequence[Request], shape: DraftShape, options: EngineOptions) -> Round:
+    def round_for(self, requests: Sequence[Request], shape: DraftShape, policy: RoundPolicy) -> Round:
         """The round that serves these requests with this shape."""
         size, rule = self.size(requests), _rule(requests)
-        return self.get(shape, size, rule, options.graphs, options.synthetic.get(shape))
+        return self.get(shape, size, rule, policy.graphs, policy.synthetic.get(shape))
 
     def get(
         self,
@@ -120,8 +120,8 @@ class RoundStore:
         made.prepare()
         return made
 
-    def _key(self, requests: Sequence[Request], options: EngineOptions) -> PlannerKey:
-        return self.size(requests), _rule(requests), options.graphs
+    def _key(self, requests: Sequence[Request], policy: RoundPolicy) -> PlannerKey:
+        return self.size(requests), _rule(requests), policy.graphs
 
 
 def _rule(requests: Sequence[Request]) -> str:
