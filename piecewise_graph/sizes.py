@@ -41,6 +41,11 @@ class TensorSpec:
         """Some size depends on the token count without being it (B*T, T+1): not narrowable."""
         return any(size != token and token in size.free_symbols for size in self.shape)
 
+    def strides_vary(self, token: sympy.Symbol | None) -> bool:
+        """Strides that matter depend on the token count: fewer tokens are no view of more in this layout."""
+        pairs = zip(self.shape, self.stride, strict=True)
+        return any(size != 1 and token in step.free_symbols for size, step in pairs)
+
     def shape_at(self, sizes: Sizes) -> tuple[int, ...]:
         return tuple(evaluate(size, sizes) for size in self.shape)
 
@@ -86,14 +91,20 @@ def is_scalar(value: Any) -> bool:
 
 
 def overwrite(destination: Tensor, source: Tensor) -> None:
-    """`destination.copy_(source)`, where `destination` may be expanded (a dimension of stride 0).
+    """`destination.copy_(source)`, where `destination` may be expanded (a dimension of stride 0)."""
+    destination, source = each_once(destination, source)
+    destination.copy_(source)
+
+
+def each_once(destination: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of both in which `destination` has every element once, for `copy_`.
 
     copy_ refuses to write one memory location twice; the first of equal elements is enough.
     """
     for dim, (size, step) in enumerate(zip(destination.shape, destination.stride(), strict=True)):
         if step == 0 and size > 1:
             destination, source = destination.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-    destination.copy_(source)
+    return destination, source
 
 
 class ShapeMiss(InputError):

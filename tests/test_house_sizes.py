@@ -65,11 +65,11 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1449,
+    "beside": 1455,
     "kernels": 384,
     "splitter": 731,
     "compiler": 996,
-    "recorder": 841,
+    "recorder": 900,
     "runtime": 718,
     "frontend": 822,
     "custom_ops": 3216,

@@ -13,6 +13,7 @@ from torch import Tensor
 from piecewise_graph import _torch
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.graph_pool import clean_cublas
+from piecewise_graph.recorder.exact_segment import ExactSegment
 from piecewise_graph.recorder.tape import Call, LateCall, ReplayTape
 from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.sizes import evaluate
@@ -91,7 +92,8 @@ class _Recording:
         elif reason is not None and self.exact_only is None:
             self.unpadded[reason] += 1
             elements = tuple(enumerate(step.outputs))
-            self._late(LateCall(segment.run, step.inputs, {}, elements, padded=False))
+            exact = ExactSegment.of(self.program, step, segment, self.bucket, self.workspace.bridges)
+            self._late(LateCall(segment.run, step.inputs, {}, elements, padded=False, bind=exact.bind))
         else:
             run = self._filling(step, segment)
             replay, outputs = self.pool.capture(run, [self._value(item) for item in step.inputs])
