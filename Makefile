@@ -24,7 +24,7 @@ PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check -c constraints.tx
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test quick lint dist bench clean distclean help current-env package-list
+.PHONY: demo test quick mutants lint dist bench clean distclean help current-env package-list
 
 demo: $(READY) ## run the demonstration
 	$(PY) -m piecewise_graph demo
@@ -34,6 +34,9 @@ test: $(READY) ## run the tests (GPU tests skip themselves without a GPU), show 
 
 quick: $(READY) ## run some tests of every package, in at most 2 minutes
 	$(PYTEST) -m "not slow" $$($(PY) tests/quick.py)
+
+mutants: $(READY) ## put small bugs into a copy of the code, one at a time: the tests have to notice each
+	OMP_NUM_THREADS=1 $(PY) tests/mutants.py
 
 lint: $(READY) package-list ## ruff, ruff format, mypy
 	$(PY) -m ruff check .

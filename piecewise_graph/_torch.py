@@ -432,9 +432,14 @@ def capturing() -> bool:
     return torch._C._cuda_isCurrentStreamCapturing()
 
 
+def stream_address(device: torch.device) -> int:
+    """Tells the caller's stream from others; ten times cheaper than comparing stream objects."""
+    return torch._C._cuda_getCurrentRawStream(device.index or 0)
+
+
 def on_default_stream(device: torch.device) -> bool:
-    """The caller is on CUDA's legacy default stream; ten times cheaper than comparing stream objects."""
-    return torch._C._cuda_getCurrentRawStream(device.index or 0) == 0
+    """The caller is on CUDA's legacy default stream."""
+    return stream_address(device) == 0
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:

@@ -21,7 +21,6 @@ afterwards, so that no other GEMM writes there.
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from piecewise_graph import _torch
 from piecewise_graph.errors import GraphPoolError
+from piecewise_graph.kernels.turns import Turns
 from piecewise_graph.stand_in import StandIn
 
 Run = Callable[..., Sequence[Tensor]]
@@ -56,7 +56,6 @@ class GraphPool:
 
     def __init__(self, *, poison: bool = False) -> None:
         self.poison = poison
-        self.lock = threading.RLock()
         self._device: torch.device | None = None
         self._memory: torch.cuda.MemPool | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -65,8 +64,7 @@ class GraphPool:
         self._sentinel: Callable[[], None] | None = None
         self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
         self._stand_ins: weakref.WeakSet[StandIn] = weakref.WeakSet()
-        self._in_use = 0
-        self._use = _Use(self)
+        self._turns = Turns(_torch.stream_address)
 
     @property
     def device(self) -> torch.device | None:
@@ -93,6 +91,7 @@ class GraphPool:
             self._memory = torch.cuda.MemPool()
             self._stream, self._default = torch.cuda.Stream(device), torch.cuda.default_stream(device)
             self._events = torch.cuda.Event(), torch.cuda.Event()
+            self._turns.on(device)
             self._sentinel = self._capture_sentinel(device)
 
     def _capture_sentinel(self, device: torch.device) -> Callable[[], None]:
@@ -107,13 +106,13 @@ class GraphPool:
             counter.add_(0)
             return self._capture_graph(lambda: (counter.add_(0),), ())[0]
 
-    def using(self) -> _Use:
+    def using(self) -> Turns:
         """Hold the pool for one forward: its graphs run one after another.
 
         Entering says whether a forward of this thread holds it already: the new one is called from inside of
         a splitting op, and a replay would overwrite what the outer one has computed.
         """
-        return self._use
+        return self._turns
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -242,12 +241,13 @@ class GraphPool:
         Raises:
             GraphPoolError: called while one of the graphs is in use.
         """
-        with self.lock:
-            if self._in_use:
+        with self._turns.lock:
+            if self._turns.taken:
                 raise GraphPoolError.busy()
             self.drop_graphs()
             had_memory, self._memory = self._memory, None
             self._stream = self._default = self._events = self._device = self._sentinel = None
+            self._turns.on(None)
             if had_memory is not None:
                 torch.cuda.synchronize()
                 del had_memory
@@ -280,26 +280,6 @@ class CapturedCall:
 
     def drop_graphs(self) -> None:
         self.replay = None
-
-
-class _Use:
-    """A context manager, one per pool; a generator would cost each forward a microsecond more."""
-
-    __slots__ = ("_pool",)
-
-    def __init__(self, pool: GraphPool) -> None:
-        self._pool = weakref.proxy(pool)
-
-    def __enter__(self) -> bool:
-        pool = self._pool
-        pool.lock.acquire()
-        pool._in_use += 1
-        return pool._in_use > 1
-
-    def __exit__(self, *_: object) -> None:
-        pool = self._pool
-        pool._in_use -= 1
-        pool.lock.release()
 
 
 def capturing_elsewhere(device: torch.device) -> bool:

@@ -6,6 +6,7 @@ When the core changes inside, this file follows and the tests stay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import pytest
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler import specialize
+from piecewise_graph.frontend import frozen_call
 from piecewise_graph.frontend.frozen_call import FrozenCall
 from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.recorder.memory_plan import _TrialPool
 from piecewise_graph.recorder.static_buffers import FlatBuffers
-from piecewise_graph.sizes import TensorSpec, same_layout
+from piecewise_graph.runtime import runtime
 from piecewise_graph.splitter import merge_linears, merged_weights, splitting_ops
 
 # --- what a compiled model holds ------------------------------------------------------------------------
@@ -242,25 +244,39 @@ def no_memory_for_input(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(FlatBuffers, "take", take)
 
 
-def require_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments refuse inputs of other strides than they were compiled for, as Inductor's code does."""
+# --- streams and captures of the caller -----------------------------------------------------------------
 
-    def compile_segment(original: Any, gm: Any, inputs: Sequence[Any], compiler: str) -> Any:
-        run = original(gm, inputs, compiler)
-        specs = [TensorSpec.of(value) if isinstance(value, Tensor) else None for value in inputs]
 
-        def strict(*given: Any) -> Any:
-            for index, (spec, value) in enumerate(zip(specs, given, strict=True)):
-                if spec is not None:
-                    sizes = dict(zip(spec.shape, value.shape, strict=True))
-                    sizes |= {
-                        _torch.expression(s): n for s, n in zip(inputs, given, strict=True) if type(n) is int
-                    }
-                    wanted = spec.stride_at(sizes)
-                    found = tuple(value.stride())
-                    assert same_layout(value, wanted), f"input {index}: strides {found} instead of {wanted}"
-            return run(*given)
+@contextmanager
+def caller_captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if the caller were capturing a graph, on any device."""
+    with monkeypatch.context() as patch:
+        for module in (runtime, frozen_call):
+            patch.setattr(module, "capturing_elsewhere", lambda device: True)
+        yield
 
-        return strict
 
-    replace_compile(monkeypatch, compile_segment)
+class FakeStream:
+    def __init__(self, number: int, waits: list[tuple[int, int]]) -> None:
+        self.number, self.waits = number, waits
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waits.append((self.number, other.number))
+
+
+def follow_streams(
+    monkeypatch: pytest.MonkeyPatch, pool: GraphPool
+) -> tuple[Callable[..., AbstractContextManager[None]], list[tuple[int, int]]]:
+    """(`on(number)`: the caller is on that stand-in of a stream, which stream waited for which) of a pool."""
+    waits: list[tuple[int, int]] = []
+    pool.using()._device = torch.device("cuda", 0)
+
+    @contextmanager
+    def on(number: int, capturing: bool = False) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(pool.using(), "_address_of", lambda device: number)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+            patch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(number, waits))
+            yield
+
+    return on, waits

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 import piecewise_graph as pg
 from piecewise_graph.cli.commands import main
 from piecewise_graph.eagle import DraftShape, Speculator, load_draft
+from piecewise_graph.eagle.rounds.compiled_forward import Forward
+from piecewise_graph.eagle.rounds.resources import RING_TOKENS
 from piecewise_graph.eagle.serving.shape_planner import PROBE_EVERY
 
 MODELS = Path(__file__).resolve().parents[1] / "benchmarks" / "models"
@@ -64,16 +66,34 @@ def test_trained_head_is_accepted_and_a_tree_accepts_no_less(speculator: Specula
     assert tree.mean_acceptance_length >= chain.mean_acceptance_length
 
 
+def positions_that_the_draft_extends(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Of every forward of the draft over the target's features, its positions."""
+    found: list[list[int]] = []
+    original = Forward.__call__
+
+    def forward(self: Forward, mode: str, batch: Any, /, **inputs: torch.Tensor) -> Any:
+        if "features" in inputs:
+            found.append(inputs["positions"].tolist())
+        return original(self, mode, batch, **inputs)
+
+    monkeypatch.setattr(Forward, "__call__", forward)
+    return found
+
+
 @pytest.mark.parametrize("plain_rounds", [1, 70])
 def test_draft_catches_up_with_rounds_that_ran_without_it(
-    speculator: Speculator, stepped: Any, plain_rounds: int
+    speculator: Speculator, stepped: Any, plain_rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The logits that the next draft begins with are those of a draft that was there all the time."""
+    read = positions_that_the_draft_extends(monkeypatch)
     engine, requests = stepped(max_new_tokens=120, shape=PLAIN)
     for _ in range(1 + plain_rounds):  # prefill is a step of its own
         engine.step()
+    read.clear()
     with torch.no_grad():
         prefill(speculator).catch_up(requests)
+    kept = min(plain_rounds, RING_TOKENS)  # older features were overwritten by later ones
+    assert read == [[at for r in requests for at in range(r.length - kept, r.length)]]
     slots = [request.slot for request in requests]
     found = resources(speculator).state.logits[slots].clone()
     longer = [[*r.prompt, *r.tokens[:-1]] for r in requests]
@@ -81,7 +101,7 @@ def test_draft_catches_up_with_rounds_that_ran_without_it(
     fresh, again = speculator.session(longer, max_new_tokens=1)
     fresh.step()  # prefill is all there is to do
     expected = resources(speculator).state.logits[[request.slot for request in again]]
-    if plain_rounds <= 64:
+    if plain_rounds <= RING_TOKENS:
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     else:  # the oldest tokens are lost to the draft: still a draft, but another one
         assert found.isfinite().all()

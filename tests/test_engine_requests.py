@@ -212,6 +212,35 @@ def test_aborted_request_keeps_its_tokens_and_gets_no_more(loop: Speculator) -> 
     assert all_free(loop)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_request_aborted_by_anothers_callback_is_not_returned(loop: Speculator, overlap: bool) -> None:
+    """Both have news in the same step; the second is aborted while the first is told."""
+    engine = loop.engine(overlap=overlap)
+    prompts, others = small_prompts([4, 4]), list[Request]()
+    first = engine.add_request(prompts[0], max_new_tokens=8, on_tokens=lambda *_: engine.abort(others[0]))
+    others.append(engine.add_request(prompts[1], max_new_tokens=8))
+    returned = []
+    while engine.unfinished:
+        returned += engine.step()
+    assert returned == [first]
+    assert others[0].aborted and first.tokens == lone(first, CHAIN)
+    assert all_free(loop)
+
+
+def test_request_aborted_before_its_prompt_is_read_gets_no_token(loop: Speculator) -> None:
+    """With overlap the host reads a step late: the first token is under way when the request ends."""
+    engine, heard = loop.engine(overlap=True), list[int]()
+    prompts = small_prompts([4, 6])
+    stays = engine.add_request(prompts[0], max_new_tokens=6)
+    goes = engine.add_request(prompts[1], max_new_tokens=6, on_tokens=lambda _, new: heard.extend(new))
+    engine.step()
+    assert goes in engine.running and not goes.tokens
+    engine.abort(goes)
+    run(engine)
+    assert goes.tokens == heard == []
+    assert stays.tokens == lone(stays, CHAIN)
+
+
 def test_one_engine_at_a_time_has_requests(loop: Speculator) -> None:
     """Slots are not told apart by who opened them."""
     first, second = loop.engine(), loop.engine()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import forbid_dynamo
 from torch import Tensor, nn
-from toys import SIZES, WIDTH, Blocks, Weighs, assert_same, compiled, frozen, ops, rows
+from toys import SIZES, WIDTH, Blocks, Weighs, assert_same, compiled, frozen, ops, rows, watching
 
 import piecewise_graph as pg
 from piecewise_graph.errors import ContextError, FreezeError
@@ -187,6 +187,33 @@ def test_full_graphs_check_their_context(device: torch.device) -> None:
                 assert_same(call(x), wanted)
     with pytest.raises(ContextError, match="'live'"), pg.forward_context(live=live.clone(), full_graph=True):
         call(x)
+
+
+def test_full_graphs_of_two_keys_are_told_apart(device: torch.device) -> None:
+    """Each key has tensors of its own; the same token count comes under both."""
+    from test_full_graph import Centring
+
+    model = Centring().to(device)
+    lives = {key: torch.zeros(1, dtype=torch.int32, device=device) for key in ("decode", "verify")}
+    with pg.forward_context(live=lives["decode"].fill_(3), full_graph=True, graph_key="decode"):
+        call = pg.freeze(compiled(model), rows(3, device))
+    with pg.counters.expect(tapes=1, full_replays=7, not_full=0):
+        for key, count in [("decode", 3), ("verify", 3)] * 3 + [("verify", 2), ("decode", 2)]:
+            x = rows(count, device)
+            with pg.forward_context(live=lives[key].fill_(count)):
+                wanted = model(x)
+            with pg.forward_context(live=lives[key], full_graph=True, graph_key=key):
+                assert_same(call(x), wanted)
+
+
+def test_padded_op_sees_zeros_behind_the_live_rows(device: torch.device) -> None:
+    """In a frozen call as in every other: rows of the call before must not stay there."""
+    call = frozen(lambda x: ops.mix_padded(x * 2) + x, device)
+    for count in (8, 5, 8, 5, 6, 8, 6):
+        with watching() as seen:
+            call(rows(count, device))
+        assert {one.tokens for one in seen} == {8}
+        assert not seen[-1].value[count:].any()
 
 
 @settings(max_examples=15)

@@ -44,6 +44,34 @@ def test_numbers_in_the_context_are_compared_by_value(device: torch.device) -> N
         setup.call(3, factor=3.0)
 
 
+@pytest.mark.parametrize(
+    ("captured", "given"), [(2, 2.0), (1, True), ((1, 2), (1, 2.0)), (((0,), 1), ((False,), 1)), (0.0, -0.0)]
+)
+def test_equal_numbers_of_another_kind_are_another_context(
+    captured: Any, given: Any, device: torch.device
+) -> None:
+    """An op may divide integers, or write the sign of a zero."""
+    setup = Setup(device)
+    setup.call(3, kind=captured)
+    with pytest.raises(ContextError, match="'kind'"):
+        setup.call(3, kind=given)
+    setup.call(3, kind=captured)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    "change", [Tensor.t, lambda x: x[:1], lambda x: x.view(torch.int32)], ids=["strides", "shape", "dtype"]
+)
+def test_another_view_of_the_same_memory_is_another_tensor(
+    change: Any, inside: bool, device: torch.device
+) -> None:
+    setup, table = Setup(device), torch.zeros(2, 2, device=device)
+    setup.call(3, table=(table, 1) if inside else table)
+    setup.call(3, table=(table[:], 1) if inside else table[:])
+    with pytest.raises(ContextError, match="'table'"):
+        setup.call(3, table=(change(table), 1) if inside else change(table))
+
+
 @pytest.mark.parametrize("late", [True, False])
 def test_fields_that_come_or_go_are_refused(late: bool, device: torch.device) -> None:
     setup = Setup(device)

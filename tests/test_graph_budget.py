@@ -138,6 +138,24 @@ def test_trace_of_a_fixed_size_keeps_to_the_budget(device: torch.device) -> None
             assert_same(fast(x), model(x))
 
 
+@pytest.mark.parametrize("how", ["lazy", "capture"])
+def test_budget_counts_the_traces_that_come_later(how: str, device: torch.device) -> None:
+    """A budget that just fits the first trace has no room for the largest bucket of a second one."""
+    model, probe = Blocks(LAYERS).to(device), None
+    probe = called(model, device, capture_sizes=[2, 64], max_tokens=64)
+    fast = compiled(model, capture_sizes=[2, 64], max_tokens=64, max_graph_bytes=pg.plan(probe).pool_bytes)
+    for count in (64, 2, 64):
+        fast(rows(count, device))
+    assert fallbacks(fast) == {}
+    model.double()
+    if how == "capture":
+        pg.capture(fast, lambda n: rows(n, device).double(), progress=False)
+    x = rows(64, device).double()
+    with pg.counters.expect(**{"fallbacks:over_budget": 1}):
+        torch.testing.assert_close(fast(x), model(x))
+    assert 64 in pg.explain(fast).over_budget
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.5, "1GiB", True])
 def test_budget_that_is_no_number_of_bytes_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="max_graph_bytes"):

@@ -65,12 +65,12 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1455,
-    "kernels": 384,
+    "beside": 1438,
+    "kernels": 434,
     "splitter": 731,
     "compiler": 996,
-    "recorder": 900,
-    "runtime": 718,
+    "recorder": 841,
+    "runtime": 723,
     "frontend": 822,
     "custom_ops": 3216,
     "eagle": 2943,

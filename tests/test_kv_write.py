@@ -39,6 +39,12 @@ for shape in SHAPES:
     if mask is not None:
         bits = (packed[:, :, None].long() >> torch.arange(32)) & 1
         assert torch.equal(bits.flatten(1)[:, : batch.query_len].bool(), mask)
+    # Another batch with the same call and cache: its rows go to their own slots, and other rows are zeroed.
+    other = replace(batch, slot_mapping=batch.slot_mapping.flip(0))
+    kv_write.write_kv(other, call, mask, packed)
+    k = batch.kv_cache.k[call.layer].flatten(0, 1)
+    for row, slot in enumerate(other.slot_mapping.tolist()):
+        assert slot == 0 or torch.equal(k[slot], call.k[row]), (shape, row)
     out = torch.cat([call.out, call.out[:3]])
     slots = torch.cat([batch.slot_mapping, batch.slot_mapping.new_zeros(3)])
     batch = replace(batch, slot_mapping=slots, query_len=None)  # three rows that belong to no request

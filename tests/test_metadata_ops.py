@@ -97,6 +97,18 @@ def test_errors_name_what_is_known_of_a_shape() -> None:
         md.select_branches(batch.requests, 0, torch.ones(3, 2, 2), batch.ints(3, 2, 2), branches)
 
 
+def test_binding_checks_as_a_call_does() -> None:
+    """The launch itself checks nothing, on a CPU as on a GPU."""
+    batch = random_batch(2, 3, 1, room=8)
+    tree, steps = md.Tree.allocate(batch, nodes=4), md.DraftSteps.allocate(batch, steps=3, topk=2)
+    with pytest.raises(md.MetadataError, match="a root and 2 draft tokens"):
+        md.build_tree.bind(batch, batch.ints(3), batch.ints(3, 2), tree)
+    with pytest.raises(md.MetadataError, match=r"draft_steps.*positions has shape \[2, 5\]"):
+        md.draft_steps.bind(batch, replace(steps, positions=batch.ints(2, 5)))
+    with pytest.raises(md.MetadataError, match=r"extend_batch.*float32"):
+        md.extend_batch.bind(batch, torch.zeros(3), md.ExtendRows.allocate(batch, 9))
+
+
 def test_a_bound_call_repeats_the_op() -> None:
     batch = random_batch(4, 3, 1, room=8)
     start, live = batch.seq_lens.clone(), batch.requests != 0

@@ -159,6 +159,17 @@ def test_op_inside_a_higher_order_op_keeps_the_graph_whole(device: torch.device)
     assert fallbacks(fast) == {"splitting_op_inside_higher_order_op": 3}
 
 
+def test_op_two_levels_deep_in_higher_order_ops_keeps_the_graph_whole(device: torch.device) -> None:
+    def inner(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 5, ops.mix, lambda t: t - 1, (x * 2,))
+
+    def model(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 3, inner, lambda t: t + 1, (x * 2,))
+
+    fast = check(model, device, counts=(3, 3, 9))
+    assert fallbacks(fast) == {"splitting_op_inside_higher_order_op": 3}
+
+
 def test_graph_without_a_splitting_op_is_one_segment(device: torch.device) -> None:
     check(lambda x: x * 2 + 1, device, expect=counts_of(segments=1, op_steps=0))
 

@@ -96,16 +96,18 @@ def check_tokens(context: ForwardContext, num_tokens: int) -> None:
 
 
 def _is_same(found: object, captured: object) -> bool:
-    """Constants are compared by value, tensors by what they address, everything else by identity."""
+    """Constants are compared by type and value, tensors by what they address, all else by identity."""
     if found is captured:
         return True
     if isinstance(captured, Tensor) and isinstance(found, Tensor):
         return _place(found) == _place(captured)
-    return _is_constant(captured) and type(found) is type(captured) and found == captured
-
-
-def _is_constant(value: object) -> bool:
-    return all(map(_is_constant, value)) if isinstance(value, tuple) else isinstance(value, _CONSTANTS)
+    if type(found) is not type(captured):
+        return False
+    if isinstance(captured, tuple) and isinstance(found, tuple):
+        return len(found) == len(captured) and all(map(_is_same, found, captured))
+    if isinstance(captured, float):  # 0.0 == -0.0
+        return repr(found) == repr(captured)
+    return isinstance(captured, _CONSTANTS) and found == captured
 
 
 def _place(tensor: Tensor) -> Place:

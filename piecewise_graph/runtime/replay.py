@@ -86,6 +86,8 @@ class Replay:
         copy_in(given)
         self._pool.run_off_default_stream(self.bound.calls)
         counters.add("replays")
+        if self.captured.context is not None:
+            counters.add("full_replays")
         self.captured.replays += 1
         if self.not_full is not None:
             counters.add("not_full", reason=self.not_full)
@@ -98,4 +100,3 @@ class Replay:
         if captured is not None:
             captured.check(context, self.captured.tape.bucket, self.num_tokens, thorough=self._look_inside)
             self._look_inside = self._check_always
-            counters.add("full_replays")
