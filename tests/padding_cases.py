@@ -80,3 +80,75 @@ def _as_tuple_of_tensors(function: Callable[..., Any]) -> Callable[..., tuple[Te
         return tuple(leaf for leaf in _torch.flatten(function(*inputs))[0] if isinstance(leaf, Tensor))
 
     return call
+
+
+# --- the same by numbers --------------------------------------------------------------------------
+
+Tail = Callable[[Tensor], Tensor]
+FLOAT_TAILS: tuple[Tail, ...] = (
+    lambda rows: rows.fill_(float("nan")),
+    lambda rows: rows.fill_(float("inf")),
+    lambda rows: rows.zero_(),
+    lambda rows: rows.fill_(3e30),
+    lambda rows: rows.mul_(-3).add_(1),
+)
+SIZES = ((5, 8), (1, 4), (7, 8), (2, 16))
+
+
+def disagreement(
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    token_dims: Sequence[int | tuple[int, ...] | None],
+    proof: SegmentProof,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+) -> str | None:
+    """Where live rows of a padded run differ from the exact run; None where they never do.
+
+    Integers are padded with zeros, as the proof was told, floats with anything.
+    """
+    all_dims = [as_tuple(dims) for dims in token_dims]
+    call = _as_tuple_of_tensors(function)
+    for size, bucket in sizes:
+        exact = [grown(t, dims, size).clone() for t, dims in zip(inputs, all_dims, strict=True)]
+        for number, tail in enumerate(FLOAT_TAILS):
+            given = [t.clone() for t in exact]
+            padded = [with_tail(t, dims, bucket, tail) for t, dims in zip(exact, all_dims, strict=True)]
+            wanted, found = call(*given), call(*padded)
+            for place, (want, got, claim) in enumerate(zip(wanted, found, proof.outputs, strict=True)):
+                assert claim is not None
+                dims = [d for d, dim in enumerate(claim.dims) if has_tokens(dim)]
+                if not same(want, narrowed(got, dims, want.shape)):
+                    return f"output {place} at {size} padded to {bucket}, tail {number}"
+            for place, (want, got, dims) in enumerate(zip(given, padded, all_dims, strict=True)):
+                if not same(want, narrowed(got, dims, want.shape)):
+                    return f"input {place} at {size} padded to {bucket}, tail {number}"
+    return None
+
+
+def has_tokens(dim: Any) -> bool:
+    return isinstance(dim, tuple) and any(not isinstance(atom, int) for atom in dim)
+
+
+def with_tail(tensor: Tensor, dims: Sequence[int], size: int, tail: Tail) -> Tensor:
+    """`tensor` padded to `size` rows in each of `dims`."""
+    for dim in dims:
+        live, extra = tensor.shape[dim], size - tensor.shape[dim]
+        rows = tensor.index_select(dim, torch.arange(extra) % live)
+        rows = tail(rows) if rows.is_floating_point() or rows.is_complex() else torch.zeros_like(rows)
+        tensor = torch.cat([tensor, rows], dim)
+    return tensor.clone()
+
+
+def narrowed(tensor: Tensor, dims: Sequence[int], shape: Sequence[int]) -> Tensor:
+    for dim in dims:
+        tensor = tensor.narrow(dim, 0, shape[dim])
+    return tensor
+
+
+def same(want: Tensor, got: Tensor) -> bool:
+    """Equal up to the rounding of kernels for other sizes."""
+    if want.shape != got.shape:
+        return False
+    if not want.is_floating_point() and not want.is_complex():
+        return torch.equal(want, got)
+    return torch.allclose(want, got, rtol=1e-4, atol=1e-5, equal_nan=True)

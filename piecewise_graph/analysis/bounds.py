@@ -19,6 +19,7 @@ from piecewise_graph.analysis.claims import (
     hull,
     is_constant,
     is_integer,
+    larger,
     never_larger,
     require,
 )
@@ -38,7 +39,7 @@ def require_inside(claim: Claim, size: Any, padding: Padding) -> None:
         return
     require(claim.tail is not None, "index may leave the table")
     assert claim.tail is not None
-    low = padding.at_most(sympy.Integer(-claim.tail.low), size)
+    low = padding.at_most(-claim.tail.low, size)
     require(low and padding.at_most(claim.tail.stop, size), "index may leave the table")
 
 
@@ -72,33 +73,46 @@ def _of_number(value: Any) -> Bounds | None:
 def _fitting(call: Call, of: BoundsOf) -> Bounds | None:
     """The bounds of the result, where its type holds them."""
     dtype = call.results[0].dtype
-    if dtype == torch.bool:
-        return Bounds.of(0, 2)
     compute = _BOUNDS.get(call.name.removeprefix("aten::"))
     found = None if compute is None else compute(call, of)
+    if dtype == torch.bool:
+        return found or Bounds.of(0, 2)
     if found is None:
         return None
     kind = torch.iinfo(dtype)
-    wide = kind.bits >= 32 and not found.stop.is_Integer
-    fits = found.low >= kind.min and (wide or never_larger(found.stop, sympy.Integer(kind.max) + 1))
-    return found if fits else None
+    least, most = sympy.Integer(kind.min), sympy.Integer(kind.max) + 1
+    wide = kind.bits >= 32  # holds what counts tokens
+    low = never_larger(least, found.low) or (wide and not found.low.is_Integer)
+    return found if low and (never_larger(found.stop, most) or (wide and not found.stop.is_Integer)) else None
 
 
 def _copied(call: Call, of: BoundsOf) -> Bounds | None:
     source = call.arguments.get("src", call.arguments.get("self"))
-    return of(source) if isinstance(source, Tensor) and is_integer(source) else None
+    known = isinstance(source, Tensor) and is_integer(source)
+    keeps = known and (call.results[0].dtype != torch.bool or source.dtype == torch.bool)
+    return of(source) if keeps else None
 
 
 def _sum(call: Call, of: BoundsOf) -> Bounds | None:
     x, y, factor = of(call.arguments["self"]), of(call.arguments["other"]), call.arguments.get("alpha", 1)
     if x is None or y is None or factor not in (1, -1):
         return None
-    negate = (call.name == "aten::sub") != (factor == -1)
-    if negate:
-        if not y.stop.is_Integer:
-            return None
-        y = Bounds.of(1 - int(y.stop), 1 - y.low)
+    if call.name == "aten::rsub":
+        x, y = y, x
+    y = y.negated if (call.name != "aten::add") != (factor == -1) else y
     return Bounds(x.low + y.low, x.stop + y.stop - 1)
+
+
+def _negated(call: Call, of: BoundsOf) -> Bounds | None:
+    x = of(call.arguments["self"])
+    return None if x is None else x.negated
+
+
+def _absolute(call: Call, of: BoundsOf) -> Bounds | None:
+    """Of known bounds only: the least integer has no positive counterpart."""
+    x = of(call.arguments["self"])
+    stop = None if x is None else larger(x.stop, x.negated.stop)
+    return None if stop is None else Bounds.of(0, stop)
 
 
 def _product(call: Call, of: BoundsOf) -> Bounds | None:
@@ -106,24 +120,24 @@ def _product(call: Call, of: BoundsOf) -> Bounds | None:
     zero = Bounds.of(0, 1)
     if zero in (x, y):  # integers have no NaN
         return zero
-    if x is None or y is None or not (x.stop.is_Integer and y.stop.is_Integer):
+    if x is None or y is None or not all(e.is_Integer for b in (x, y) for e in (b.low, b.stop)):
         return None
-    ends = [a * b for a in (x.low, int(x.stop) - 1) for b in (y.low, int(y.stop) - 1)]
+    ends = [a * b for a in (x.low, x.stop - 1) for b in (y.low, y.stop - 1)]
     return Bounds.of(min(ends), max(ends) + 1)
 
 
 def _smaller(x: Bounds | None, y: Bounds | None) -> Bounds | None:
+    """Of `min(x, y)`."""
     if x is None or y is None:
         return None
-    stop = x.stop if never_larger(x.stop, y.stop) else y.stop
-    return Bounds(min(x.low, y.low), stop)
+    low, stop = larger(-x.low, -y.low), x.stop if never_larger(x.stop, y.stop) else y.stop
+    return None if low is None else Bounds(-low, stop)
 
 
 def _greater(x: Bounds | None, y: Bounds | None) -> Bounds | None:
-    both = hull([x, y])
-    if both is None or x is None or y is None:
-        return None
-    return Bounds(max(x.low, y.low), both.stop)
+    """Of `max(x, y)`."""
+    least = None if x is None or y is None else _smaller(x.negated, y.negated)
+    return None if least is None else least.negated
 
 
 def _clamp(call: Call, of: BoundsOf) -> Bounds | None:
@@ -134,7 +148,7 @@ def _clamp(call: Call, of: BoundsOf) -> Bounds | None:
     if source is None and None not in bounds:
         least, most = bounds
         assert least is not None and most is not None
-        return Bounds(min(least.low, most.low), most.stop)
+        return _smaller(_greater(most, least), most)  # never below `min`, but where `max` is
     if low is not None:
         source = _greater(source, bounds[0])
     return source if high is None else _smaller(source, bounds[1])
@@ -147,9 +161,8 @@ def _where(call: Call, of: BoundsOf) -> Bounds | None:
 def _remainder(call: Call, of: BoundsOf) -> Bounds | None:
     """The sign of a remainder is the divisor's."""
     divisor = of(call.arguments["other"])
-    if divisor is None or divisor.low < 1:
-        return None
-    return Bounds(0, divisor.stop - 1)
+    known = divisor is not None and never_larger(sympy.Integer(1), divisor.low)
+    return Bounds.of(0, divisor.stop - 1) if known and divisor is not None else None
 
 
 def _quotient(call: Call, of: BoundsOf) -> Bounds | None:
@@ -157,24 +170,42 @@ def _quotient(call: Call, of: BoundsOf) -> Bounds | None:
     floors = call.name == "aten::floor_divide" or call.given("rounding_mode") == "floor"
     if x is None or not floors or not isinstance(divisor, int) or isinstance(divisor, torch.SymInt):
         return None
-    if divisor < 1:
+    if divisor < 1 or not x.low.is_Integer:
         return None
     if x.stop.is_Integer:
-        return Bounds.of(x.low // divisor, (int(x.stop) - 1) // divisor + 1)
+        return Bounds(x.low // divisor, (x.stop - 1) // divisor + 1)
     factor, _ = x.stop.as_coeff_Mul()
     return Bounds(x.low // divisor, x.stop / divisor) if factor % divisor == 0 else None
 
 
 def _bits_and(call: Call, of: BoundsOf) -> Bounds | None:
     """No larger than an operand that is not negative."""
-    known = [b for b in map(of, (call.arguments["self"], call.arguments["other"])) if b and b.low >= 0]
-    return Bounds(0, min((b.stop for b in known), key=str)) if known else None
+    both = map(of, (call.arguments["self"], call.arguments["other"]))
+    known = [b.stop for b in both if b is not None and never_larger(sympy.Integer(0), b.low)]
+    return Bounds.of(0, known[0]) if known else None
+
+
+def _less(call: Call, of: BoundsOf) -> Bounds | None:
+    """`x < y`, and the other comparisons by it, where the bounds decide."""
+    x, y = of(call.arguments["self"]), of(call.arguments["other"])
+    if x is None or y is None:
+        return None
+    x, y = (y, x) if call.name in ("aten::gt", "aten::le") else (x, y)
+    negated = call.name in ("aten::ge", "aten::le")  # x >= y: not x < y
+    if never_larger(x.stop, y.low):
+        return Bounds.of(0, 1) if negated else Bounds.of(1, 2)
+    if never_larger(y.stop - 1, x.low):
+        return Bounds.of(1, 2) if negated else Bounds.of(0, 1)
+    return None
 
 
 _BOUNDS: dict[str, Callable[[Call, BoundsOf], Bounds | None]] = {
     **dict.fromkeys(("clone", "alias", "detach", "_to_copy", "copy", "lift_fresh_copy"), _copied),
     "add": _sum,
     "sub": _sum,
+    "rsub": _sum,
+    "neg": _negated,
+    "abs": _absolute,
     "mul": _product,
     "minimum": lambda call, of: _smaller(of(call.arguments["self"]), of(call.arguments["other"])),
     "maximum": lambda call, of: _greater(of(call.arguments["self"]), of(call.arguments["other"])),
@@ -187,4 +218,5 @@ _BOUNDS: dict[str, Callable[[Call, BoundsOf], Bounds | None]] = {
     "floor_divide": _quotient,
     "div": _quotient,
     "bitwise_and": _bits_and,
+    **dict.fromkeys(("lt", "gt", "le", "ge"), _less),
 }

@@ -79,17 +79,18 @@ Dim: TypeAlias = tuple[Atom, ...] | Uniform
 
 @dataclass(frozen=True)
 class Bounds:
-    """`low <= value < stop`. `stop` may count tokens (of the run that the value belongs to)."""
+    """`low <= value < stop`. Either may count tokens (of the run that the value belongs to)."""
 
-    low: int
+    low: sympy.Expr
     stop: sympy.Expr
 
     @classmethod
-    def of(cls, low: int, stop: int | sympy.Expr) -> Bounds:
-        return cls(low, sympy.sympify(stop))
+    def of(cls, low: int | sympy.Expr, stop: int | sympy.Expr) -> Bounds:
+        return cls(sympy.sympify(low), sympy.sympify(stop))
 
-    def shifted(self, by: int) -> Bounds:
-        return Bounds(self.low + by, self.stop + by)
+    @property
+    def negated(self) -> Bounds:
+        return Bounds(1 - self.stop, 1 - self.low)
 
 
 class Role(Enum):
@@ -348,15 +349,15 @@ def hull(bounds: Iterable[Bounds | None]) -> Bounds | None:
         if result is None:
             result = one
             continue
-        stop = _larger(result.stop, one.stop)
-        if stop is None:
+        low, stop = larger(-result.low, -one.low), larger(result.stop, one.stop)
+        if low is None or stop is None:
             return None
-        result = Bounds(min(result.low, one.low), stop)
+        result = Bounds(-low, stop)
     return result
 
 
-def _larger(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
-    """The larger of two stops, where that does not depend on the token count."""
+def larger(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
+    """The larger of two numbers, where which one that is does not depend on the token count."""
     if never_larger(a, b):
         return b
     return a if never_larger(b, a) else None

@@ -48,7 +48,7 @@ RULES: dict[str, Rule] = {}
 # Elementwise, though torch does not tag them.
 POINTWISE = {
     *("floor_divide", "polar", "complex", "_conj", "_neg_view", "_prelu_kernel", "masked_fill"),
-    *("_to_copy", "clone", "alias", "detach", "lift_fresh_copy"),
+    *("_to_copy", "clone", "lift_fresh_copy"),
 }
 _orders = itertools.count()
 
@@ -93,7 +93,7 @@ def pointwise(call: Call) -> Sequence[State]:
 
 def _kept_places(call: Call, claim: Claim) -> Dim | None:
     """A copy points where the original does; the place of (token, k) divided by k is that of the token."""
-    copies = call.name in ("aten::clone", "aten::alias", "aten::detach", "aten::_to_copy")
+    copies = call.name in ("aten::clone", "aten::_to_copy")
     if copies and call.results[0].dtype in (torch.int64, torch.int32):
         return claim.points_into
     floors = call.name == "aten::floor_divide" or call.given("rounding_mode") == "floor"
@@ -105,7 +105,7 @@ def _kept_places(call: Call, claim: Claim) -> Dim | None:
 
 def _kept_role(call: Call, claim: Claim) -> Role | None:
     """Copies keep a role; small keys keep theirs as floats that are exact."""
-    if call.name not in ("aten::clone", "aten::alias", "aten::detach", "aten::_to_copy"):
+    if call.name not in ("aten::clone", "aten::_to_copy"):
         return None
     exact = (torch.int64, torch.int32, torch.float32, torch.float64)
     same = call.results[0].dtype == call.tensors[0].dtype
@@ -152,6 +152,12 @@ def view(call: Call) -> State:
         require(not claim.dims or is_constant(claim.dims[-1]), "view across rows")
         return Claim((*claim.dims[:-1], *(call.padding.dim(n) for n in result.shape[-1:])))
     return regroup(claim, source.shape, result.shape, call.padding)
+
+
+@rule("alias detach")
+def same(call: Call) -> State:
+    """The same elements in the same places, with all that is known of them."""
+    return call.state_of(call.tensors[0])
 
 
 @rule("view_as_complex view_as_real")
@@ -345,6 +351,9 @@ def constant_pad(call: Call) -> State:
     return Claim(tuple(dims))
 
 
+_NEUTRAL = {**dict.fromkeys(("sum", "any", "count_nonzero"), Bounds.of(0, 1)), "all": Bounds.of(1, 2)}
+
+
 # --- reductions and rows --------------------------------------------------------------------------
 
 
@@ -355,14 +364,18 @@ def constant_pad(call: Call) -> State:
 def reduce(call: Call) -> Sequence[State]:
     """The reduced dimensions are constant: all that is read for an element of the result is live with it.
 
-    Which element is the largest of a constant dimension is an index below that dimension's size.
+    Tokens may be reduced where the tail is known to be neutral: zeros in a sum, true in `all`. Which element
+    is the largest of a constant dimension is an index below that dimension's size.
     """
     call.numbers_are_constant()
     source = call.tensors[0]
     require(len(call.tensors) == 1, "reduces two tensors")
     claim, rank = call.claim(source), source.ndim
     reduced = set(call.dims_of(call.arguments.get("dim"), rank)) if rank else set()
-    require(all(is_constant(claim.dims[dim]) for dim in reduced), "over tokens")
+    neutral = _NEUTRAL.get(call.name.removeprefix("aten::")) if is_integer(source) else None
+    for dim in reduced:
+        known = claim.dims[dim] is not UNIFORM and neutral is not None and claim.tail == neutral
+        require(is_constant(claim.dims[dim]) or known, "over tokens")
     keep = bool(call.arguments.get("keepdim"))
     dims = tuple(() if d in reduced else dim for d, dim in enumerate(claim.dims) if keep or d not in reduced)
     results: list[State] = []
@@ -725,8 +738,9 @@ def group_sizes(call: Call) -> State:
     claim, bins = call.claim(call.arguments["self"]), call.arguments["bins"]
     require(claim.role is Role.SORTED_KEYS, "counts tokens")
     require((call.arguments["min"], call.arguments["max"]) == (0, bins - 1) and bins > 1, "counts tokens")
-    found = claim.anywhere
-    require(found is not None and found.low >= 0 and call.padding.at_most(found.stop, bins), "counts tokens")
+    found = claim.anywhere or whole_range(0)
+    known = claim.anywhere is not None and found.low.is_nonnegative
+    require(bool(known) and call.padding.at_most(found.stop, bins), "counts tokens")
     return Mark("counts", claim.dims[0])
 
 
