@@ -353,6 +353,9 @@ def assume(shape_env: Any, condition: sympy.Basic) -> None:
 def observe_ops(on_op: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> Iterator[None]:
     """Call `on_op(op, args, kwargs, result)` after every op that runs inside the block.
 
+    Ops inside of wrapper subclasses are seen, those that the subclasses stand for are not. Of an op that runs
+    graphs only the op itself is seen.
+
     Runs under the Python dispatcher, as Dynamo runs fake tensors. Without it composite ops written in C++
     (matmul) would ask for plain integers and so fix a symbolic size to its value.
     """
@@ -360,13 +363,26 @@ def observe_ops(on_op: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Non
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Observer(TorchDispatchMode):
+        supports_higher_order_operators = True
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+                return NotImplemented
             result = func(*args, **(kwargs or {}))
             on_op(func, args, kwargs or {}, result)
             return result
 
     with enable_python_dispatcher(), Observer():
         yield
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a wrapper subclass is made of; of any other tensor itself."""
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        return [tensor]
+    wrapper: Any = tensor
+    names, _ = wrapper.__tensor_flatten__()
+    return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
 
 
 def has_unknown_size(tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ LEVELS = (
     {"sizes", "context"},
     {"stand_in"},
     {"graph_pool", "splitter"},
-    {"config"},
+    {"config", "analysis"},
     {"compiler"},
     {"recorder"},
     {"runtime"},

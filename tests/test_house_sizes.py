@@ -11,7 +11,8 @@ import pytest
 from house import FILES, GRAPH, HOUSE, code_lines, module_of, parsed, room_of
 from test_architecture import CORE, LEVELS
 
-LONG_FILES = {"errors": 480, "_torch": 480}  # catalogues, to be read in one sitting
+# Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
+LONG_FILES = {"errors": 480, "_torch": 490, "rules": 800, "claims": 420}
 
 
 def floors(graph: Mapping[str, Collection[str]]) -> int:
@@ -68,7 +69,8 @@ BUDGETS = {
     "beside": 1438,
     "kernels": 434,
     "splitter": 731,
-    "compiler": 996,
+    "analysis": 1500,
+    "compiler": 920,
     "recorder": 841,
     "runtime": 723,
     "frontend": 822,

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from piecewise_graph import _torch
+from piecewise_graph.analysis import SegmentFacts, observe
 from piecewise_graph.compiler.disk_cache import Folder, Made, is_filled, load_or_compile
-from piecewise_graph.compiler.facts import SegmentFacts, analyse
 from piecewise_graph.compiler.segment_key import (
     Conditions,
     Key,
@@ -127,7 +127,7 @@ def _compile(
     """
     gm = step.gm
     inputs = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
-    facts = analyse(gm, inputs)
+    facts = observe(gm, inputs)
     if not facts.computes:
         return CompiledSegment(key.digest, gm, gm.forward, facts, 0.0)
     # AOTAutograd mistakes two inputs of one storage, one of them written, for unrelated tensors.

@@ -3,7 +3,7 @@
 The cut is made in Dynamo's graph, before AOTAutograd functionalizes it. There a splitting op is still one
 node with its real arguments; afterwards an op that writes its arguments is a functional one, and its outputs
 would have to be threaded back by hand. In return the graph still has in-place ops, views and modes;
-`compiler/facts.py` finds out what each segment does.
+`analysis/facts.py` finds out what each segment does.
 
 Sizes enter a segment and never leave it. `x.size()`, `x.shape[0] // 2` and the like are nodes too, a
 torch.Size that leaves a segment breaks AOTAutograd, and an integer needs no segment to be known. So no

@@ -47,7 +47,9 @@ class SegmentFacts:
     uninitialised: frozenset[int]
 
 
-class _Observations:
+class Observations:
+    """Notes each op of one run, and draws the facts from them."""
+
     def __init__(self) -> None:
         self.written: set[int] = set()
         self.allocated: set[int] = set()
@@ -55,6 +57,9 @@ class _Observations:
         self.random = self.host_sync = self.casts = self.computes = self.numbers = False
 
     def note(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if _torch.is_higher_order(op):
+            self._note_graphs(op, args, kwargs)
+            return
         arguments, returns = op._schema.arguments, op._schema.returns
         for position, argument in enumerate(arguments):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -78,27 +83,39 @@ class _Observations:
                     self.written.add(_torch.storage_id(tensor))
                     self.alive.append(tensor)
 
+    def _note_graphs(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An op that runs graphs computes; one whose name says that it mutates writes what it is given."""
+        self.computes = True
+        if "mutation" in str(op):
+            for tensor in filter(lambda leaf: isinstance(leaf, Tensor), _torch.flatten((args, kwargs))[0]):
+                self.written.add(_torch.storage_id(tensor))
+                self.alive.append(tensor)
 
-def analyse(gm: GraphModule, inputs: Sequence[Any]) -> SegmentFacts:
+    def facts(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> SegmentFacts:
+        """The facts of a run that took `inputs` and returned `outputs`."""
+        ids = [_torch.storage_id(x) if isinstance(x, Tensor) else None for x in inputs]
+        out_ids = [_torch.storage_id(x) for x in outputs]
+        written = frozenset(i for i, storage in enumerate(ids) if storage in self.written)
+        return SegmentFacts(
+            written=written,
+            aliased_write=any(ids.count(ids[i]) > 1 for i in written),
+            entangled_outputs=len(set(out_ids)) < len(out_ids) or bool(set(out_ids) & set(ids)),
+            random=self.random,
+            host_sync=self.host_sync,
+            floats_become_integers=self.casts,
+            computes=self.computes,
+            size_is_a_number=self.numbers,
+            uninitialised=frozenset(i for i, s in enumerate(out_ids) if s in self.allocated - self.written),
+        )
+
+
+def observe(gm: GraphModule, inputs: Sequence[Any]) -> SegmentFacts:
     """Run `gm` on its fake `inputs` and report what happened."""
-    seen = _Observations()
+    seen = Observations()
     # Without a tensor argument there is no mode: nothing to fake, and nothing to hurt.
     with _torch.fake_mode_of(gm) or nullcontext(), _torch.observe_ops(seen.note):
         outputs = gm(*inputs)
-    ids = [_torch.storage_id(x) if isinstance(x, Tensor) else None for x in inputs]
-    out_ids = [_torch.storage_id(x) for x in outputs]
-    written = frozenset(i for i, storage in enumerate(ids) if storage in seen.written)
-    return SegmentFacts(
-        written=written,
-        aliased_write=any(ids.count(ids[i]) > 1 for i in written),
-        entangled_outputs=len(set(out_ids)) < len(out_ids) or bool(set(out_ids) & set(ids)),
-        random=seen.random,
-        host_sync=seen.host_sync,
-        floats_become_integers=seen.casts,
-        computes=seen.computes,
-        size_is_a_number=seen.numbers,
-        uninitialised=frozenset(i for i, s in enumerate(out_ids) if s in seen.allocated - seen.written),
-    )
+    return seen.facts(inputs, outputs)
 
 
 def _is_number(op: Any, argument: Any, value: Any) -> bool:

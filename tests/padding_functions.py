@@ -1,0 +1,381 @@
+"""Functions of rows for the padding proof; the letters of their arguments are in test_padding_proof.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Case = tuple[str, Callable[..., Any]]
+
+
+def _overwritten(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[1:] = y[:-1].clone()
+    return y
+
+
+def _written_by_size(table: Tensor, x: Tensor) -> Tensor:
+    cache = table.clone()
+    cache[: x.shape[0]] = x
+    return x + cache.sum(0)
+
+
+def _base_read_later(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[-1:].mul_(2)
+    return y * 1
+
+
+def _bincount(ids: Tensor) -> Tensor:
+    return torch.zeros(6, dtype=torch.int64).index_add_(0, ids, torch.ones_like(ids))
+
+
+def _descending_groups(x: Tensor, ids: Tensor, experts: Tensor) -> Tensor:
+    return mixture(x, ids, experts, descending=True)
+
+
+def _groups_of_another_sort(x: Tensor, ids: Tensor, experts: Tensor) -> Tensor:
+    return mixture(x, ids, experts, resort=True)
+
+
+def _groups_of_unbounded_keys(x: Tensor, ids: Tensor, experts: Tensor) -> Tensor:
+    order = ids.argsort()
+    counts = torch.histc(ids[order].float(), bins=4, min=0, max=3)
+    return grouped(x[order], experts, counts.cumsum(0, dtype=torch.int32))
+
+
+def mixture(
+    x: Tensor, ids: Tensor, experts: Tensor, descending: bool = False, resort: bool = False
+) -> Tensor:
+    """Tokens sorted by expert, multiplied in groups, put back, summed; with faults on request."""
+    chosen = x[:, :4].topk(2, -1).indices.reshape(-1)
+    keys, order = torch.sort(chosen, descending=descending)
+    rows = x[order // 2]
+    if resort:
+        keys, order = torch.sort(chosen.flip(0))[0], torch.sort(x[:, 4:].topk(2, -1).indices.reshape(-1))[1]
+    counts = torch.histc(keys.float(), bins=4, min=0, max=3)
+    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    out = grouped(rows, experts, ends)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0])
+    return out[inverse].view(x.shape[0], 2, 8).sum(1)
+
+
+def grouped(rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(rows.bfloat16(), experts.bfloat16(), offs=ends).float()
+
+
+def rotary(x: Tensor) -> Tensor:
+    angles = torch.arange(x.shape[0])[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def complex_rotary(x: Tensor) -> Tensor:
+    angles = torch.outer(torch.arange(x.shape[0]).float(), torch.tensor([1.0, 0.1, 0.01, 0.001]))
+    turned = torch.view_as_complex(x.view(-1, 4, 2)) * torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(turned).flatten(1)
+
+
+def rms_norm(x: Tensor, v: Tensor) -> Tensor:
+    return v * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def repeat_kv(q: Tensor) -> Tensor:
+    batch, heads, tokens, size = q.shape
+    wide = q[:, :, None].expand(batch, heads, 3, tokens, size)
+    return wide.reshape(batch, heads * 3, tokens, size)
+
+
+def causal_mask(x: Tensor) -> Tensor:
+    places = torch.arange(x.shape[0])
+    allowed = places[None] <= places[:, None]
+    return torch.where(allowed, 0.0, torch.finfo(x.dtype).min)[None, None]
+
+
+def filled_mask(x: Tensor) -> Tensor:
+    tokens = x.shape[0]
+    mask = torch.full((tokens, tokens), -1e9)
+    return torch.triu(mask, diagonal=1)[None, None].expand(1, 1, tokens, tokens)
+
+
+def padded_mask(mask: Tensor) -> Tensor:
+    places = torch.arange(mask.shape[0])
+    return (places[None] <= places[:, None]) & mask[None]
+
+
+def window_mask(x: Tensor) -> Tensor:
+    places = torch.arange(x.shape[0])
+    near = places[:, None] - places[None] < 3
+    return near & (places[None] <= places[:, None])
+
+
+def in_place(x: Tensor) -> Tensor:
+    y = torch.zeros(x.shape[0], 8)
+    y[:, :4] = x[:, 4:]
+    y[:, 4:].add_(x[:, :4])
+    y.view(-1, 2, 4)[:, 0].mul_(2)
+    return y
+
+
+def filled(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[..., ::2] = x[..., 1::2]
+    out[..., 1::2] = -x[..., ::2]
+    return out
+
+
+def alibi(x: Tensor) -> Tensor:
+    slopes = torch.tensor([0.5, 0.25])
+    return (slopes[:, None] * torch.arange(x.shape[0])[None])[None, :, None]
+
+
+def relative_buckets(x: Tensor, table: Tensor) -> Tensor:
+    places = torch.arange(x.shape[0])
+    apart = (places[None] - places[:, None]).abs().clamp(max=31)
+    return F.embedding(apart, table).permute(2, 0, 1)
+
+
+def router(x: Tensor, w: Tensor) -> Tensor:
+    scores = (x @ w).softmax(-1)
+    weights, chosen = scores.topk(2, -1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return torch.zeros_like(scores).scatter_(-1, chosen, weights)
+
+
+def dense_mixture(x: Tensor, w: Tensor, experts: Tensor) -> Tensor:
+    gates = (x @ w[:, :4]).softmax(-1)
+    every = torch.einsum("td,edf->tef", x, experts)
+    return (gates[:, :, None] * every).sum(1)
+
+
+def looked_up_mixture(x: Tensor, w: Tensor, experts: Tensor) -> Tensor:
+    chosen = (x @ w[:, :4]).topk(2, -1).indices
+    rows = x.repeat_interleave(2, dim=0)
+    out = torch.bmm(experts[chosen.reshape(-1)], rows[:, :, None]).squeeze(-1)
+    return out.view(x.shape[0], 2, 8).sum(1)
+
+
+def causal_convolution(x: Tensor, k: Tensor) -> Tensor:
+    return F.silu(F.conv1d(x.t()[None], k, padding=3, groups=8)[..., : x.shape[0]]).transpose(1, 2)
+
+
+def left_padded_convolution(x: Tensor, k: Tensor) -> Tensor:
+    return F.conv1d(F.pad(x.t()[None], (3, 0)), k, groups=8)
+
+
+def with_state(x: Tensor, k: Tensor) -> Tensor:
+    """A convolution's stored inputs before the tokens."""
+    return F.conv1d(torch.cat([torch.ones(1, 8, 3), x.t()[None]], -1), k, groups=8)
+
+
+def shifted(x: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, 8), x], 0)[: x.shape[0]] + x
+
+
+def positions_of_mask(mask: Tensor, table: Tensor) -> Tensor:
+    counts = mask.long()
+    places = counts.cumsum(0) * counts - 1 + 2
+    return F.embedding(places, table)
+
+
+UNSAFE: dict[str, Case] = {
+    # named in reviews
+    "zero rows counted": ("x", lambda x: x * (1 + (x == 0).all(-1).sum())),
+    "all": ("x", lambda x: x * x.all()),
+    "any": ("x", lambda x: x * x.any()),
+    "any over tokens": ("x", lambda x: x * (x > 0).any(0)),
+    "fft along tokens": ("x", lambda x: torch.fft.fft(x, dim=0).real),
+    "ifft along tokens": ("x", lambda x: torch.fft.ifft(x, dim=0).real),
+    "ihfft along tokens": ("x", lambda x: torch.fft.ihfft(x, dim=0).real),
+    "quantised by the maximum": ("x", lambda x: (x / x.abs().amax() * 127).round().long()),
+    "quantised per column": ("x", lambda x: (x / x.abs().amax(0)).long()),
+    "index of a mean": ("x table", lambda x, t: t[((x - x.mean(0)) * 2).long().clamp(0, 5)[:, 0]]),
+    "mode": ("x", lambda x: x + x.round().mode(0).values),
+    "as_strided": ("x", lambda x: x.as_strided((4,), (2,))),
+    "as_strided of a view": ("x", lambda x: x[0].as_strided((16,), (1,))),
+    "as_strided of a row": ("x", lambda x: x[:1].as_strided((2, 8), (8, 1))),
+    # views and slices
+    "roll over all": ("x", lambda x: x.roll(1)),
+    "roll of tokens": ("x", lambda x: x.roll(1, 0)),
+    "flip": ("x", lambda x: x.flip(0)),
+    "last row": ("x", lambda x: x[-1]),
+    "last rows": ("x", lambda x: x[-2:]),
+    "all but the last": ("x", lambda x: x[:-1]),
+    "second row": ("x", lambda x: x[1]),
+    "first two rows": ("x", lambda x: x[:2]),
+    "every second": ("x", lambda x: x[::2]),
+    "from the middle": ("x", lambda x: x[x.shape[0] // 2 :]),
+    "slice of a table from a size": ("x table", lambda x, t: t[x.shape[0] :][:8]),
+    "slice of a table from the end": ("x table", lambda x, t: t[-x.shape[0] :] + x),
+    "uniform flattened": ("x", lambda x: x[None].expand(2, -1, -1).reshape(-1, 8)[:8]),
+    "batch and tokens flattened": ("h", lambda h: h.reshape(-1, 8)),
+    "flattened then cut": ("h", lambda h: h.reshape(-1, 8)[:8].sum(0)),
+    "transposed and flattened": ("x", lambda x: x.t().reshape(-1, 8)),
+    "tokens into columns": ("x", lambda x: x.reshape(8, -1)),
+    "all flattened": ("x", lambda x: x.flatten().roll(1)),
+    "diagonal": ("x", lambda x: x.diagonal()),
+    "windows": ("x", lambda x: x.unfold(0, 2, 1)),
+    "chunks": ("x", lambda x: x.chunk(2, 0)[1]),
+    "split": ("x", lambda x: x.split([1, x.shape[0] - 1], 0)[1]),
+    "triangle from the end": ("x", lambda x: x.tril(x.shape[0] - 3)),
+    "triangle of reordered rows": ("x", lambda x: x.repeat(2, 1).tril()),
+    # reductions and rows that meet
+    "sum": ("x", lambda x: x.sum()),
+    "mean": ("x", lambda x: x - x.mean(0)),
+    "mean of batch and tokens": ("h", lambda h: h - h.mean((0, 1))),
+    "maximum": ("x", lambda x: x - x.amax(0)),
+    "argmax": ("x", lambda x: x.argmax(0)),
+    "variance": ("x", lambda x: x / x.var(0)),
+    "norm": ("x", lambda x: x / x.norm()),
+    "norm along tokens": ("x", lambda x: F.normalize(x, dim=0)),
+    "batch norm in training": ("x v", lambda x, v: F.batch_norm(x, None, None, v, v, training=True)),
+    "group norm over tokens": ("h", lambda h: F.group_norm(h.transpose(1, 2), 2)),
+    "layer norm over tokens": ("square", lambda s: F.layer_norm(s, s.shape[1:])),
+    "softmax": ("x", lambda x: x.softmax(0)),
+    "log_softmax": ("x", lambda x: x.log_softmax(0)),
+    "logsumexp": ("x", lambda x: x.logsumexp(0)),
+    "attention": ("x", lambda x: (x @ x.t()).softmax(-1) @ x),
+    "masked sum": ("x mask", lambda x, m: (x * m[:, None]).sum(0)),
+    "pooling by a mask": ("x mask", lambda x, m: x.t() @ m.float()),
+    "product along tokens": ("x y", lambda x, y: x.t() @ y),
+    "einsum along tokens": ("x y", lambda x, y: torch.einsum("td,te->de", x, y)),
+    "outer along tokens": ("x", lambda x: torch.einsum("td,tk->dk", x, x)),
+    "convolution over tokens": ("x k", lambda x, k: F.conv1d(x.t()[None], k[..., :3], padding=1, groups=8)),
+    "pooled over tokens": ("h", lambda h: F.max_pool2d(h[:, None], 2)),
+    "resized over tokens": ("x", lambda x: F.interpolate(x.t()[None], scale_factor=2)),
+    "cumulative from the end": ("x", lambda x: x.flip(0).cumsum(0).flip(0)),
+    "cumulative of columns first": ("x", lambda x: x.t().reshape(-1).cumsum(0)),
+    "cumulative product": ("x", lambda x: x.cumprod(0)[-1] * x),
+    "median": ("x", lambda x: x.median(0).values),
+    "sorted": ("x", lambda x: x.sort(0).values),
+    "sorted ids": ("ids", lambda i: i.sort().values),
+    "ranks": ("ids", lambda i: i.argsort().argsort()),
+    "top rows": ("x", lambda x: x.topk(1, dim=0).values),
+    "distances": ("x", lambda x: torch.cdist(x, x).sum(-1)),
+    # indices
+    "index from outside": ("x point", lambda x, p: x[p]),
+    "last by index": ("x", lambda x: x[torch.arange(x.shape[0]) - 1]),
+    "negative index": ("x", lambda x: x.index_select(0, torch.tensor([-1]))),
+    "reversed by index": ("x", lambda x: x[x.shape[0] - 1 - torch.arange(x.shape[0])]),
+    "boolean index": ("x mask", lambda x, m: x[m]),
+    "nonzero": ("mask", lambda m: m.nonzero()),
+    "unbounded index": ("x table", lambda x, t: t[x[:, 0].long()]),
+    "index past the table": ("x table", lambda x, t: t[:4][torch.arange(x.shape[0])]),
+    "unbounded offset": ("ids one table", lambda i, o, t: F.embedding(i + o, t)),
+    "products as indices": ("ids table", lambda i, t: F.embedding((i + 9) * 8, t)),
+    "gather along tokens": ("x ids", lambda x, i: x.gather(0, i[:, None].expand(-1, 8))),
+    "take": ("x ids", lambda x, i: x.take(i)),
+    "bincount": ("ids", _bincount),
+    "histogram": ("x", lambda x: torch.histc(x, 4, -1, 1)),
+    "bucketize among rows": ("x", lambda x: torch.bucketize(x, x[:, 0])),
+    "searchsorted among rows": ("x", lambda x: torch.searchsorted(x[:, 0], x)),
+    "scatter of rows": ("x ids", lambda x, i: torch.zeros(6, 8).index_put((i,), x, accumulate=True)),
+    "write of rows": ("x ids", lambda x, i: torch.zeros(6, 8).index_put((i,), x)),
+    "index_add": ("x ids", lambda x, i: torch.zeros(6, 8).index_add(0, i, x)),
+    "masked_scatter": ("x mask y", lambda x, m, y: x.masked_scatter(m[:, None], y)),
+    # sizes as numbers
+    "divided by the size": ("x", lambda x: x / x.shape[0]),
+    "mean written out": ("x", lambda x: x + 1.0 / x.shape[0]),
+    "filled with the size": ("x", lambda x: x + torch.full((8,), x.shape[0])),
+    "linspace": ("x", lambda x: x * torch.linspace(0, 1, x.shape[0])[:, None]),
+    "arange from a size": ("x", lambda x: torch.arange(x.shape[0], 2 * x.shape[0])),
+    "clamped to the size": ("ids", lambda i: i.clamp(max=x) if (x := i.shape[0] - 1) else i),
+    "distance to the end": ("x", lambda x: x * (x.shape[0] - torch.arange(x.shape[0]))[:, None]),
+    "padded to a multiple": ("x", lambda x: F.pad(x, (0, 0, 0, 3)).sum(0)),
+    "rows after tokens": ("x", lambda x: torch.cat([x, torch.ones(1, 8)])),
+    "tokens after tokens": ("x y", lambda x, y: torch.cat([x, y])[: x.shape[0] + 1].sum(0)),
+    # writes
+    "rows shifted in place": ("x", _overwritten),
+    "table written by size": ("table x", _written_by_size),
+    "last row written, base read": ("x", _base_read_later),
+    "sum in place": ("x", lambda x: x.clone().add_(x.sum(0))),
+    "out argument": ("x", lambda x: torch.sum(x, 0, out=torch.empty(8))),
+    # random numbers, mixtures
+    "random": ("x", lambda x: x + torch.rand_like(x)),
+    "dropout": ("x", lambda x: F.dropout(x, 0.5, training=True)),
+    "groups in descending order": ("x ids experts", _descending_groups),
+    "groups of another sort": ("x ids experts", _groups_of_another_sort),
+    "groups of keys without bounds": ("x ids experts", _groups_of_unbounded_keys),
+    "trace": ("square", lambda s: s.trace()),
+    "inverse": ("square", lambda s: s.inverse()),
+}
+
+SAFE: dict[str, Case] = {
+    "zeros after a mask": ("mask", lambda m: m.long().sum() + m.any() + m.sum(0, keepdim=True)),
+    "rms norm": ("x v", rms_norm),
+    "torch's rms norm": ("x v", lambda x, v: F.rms_norm(x, (8,), v)),
+    "layer norm": ("x v", lambda x, v: F.layer_norm(x, (8,), v, v)),
+    "batch norm of evaluation": ("x v", lambda x, v: F.batch_norm(x, v, v.abs(), v, v)),
+    "group norm of rows": ("x", lambda x: F.group_norm(x, 2)),
+    "mlp": ("x w v", lambda x, w, v: F.linear(F.silu(x @ w) * F.gelu(F.linear(x, w, v)), w)),
+    "batched mlp": ("h w v", lambda h, w, v: F.linear(h, w, v).relu() @ w),
+    "rotary": ("x", rotary),
+    "complex rotary": ("x", complex_rotary),
+    "rope table by slice": ("x table", lambda x, t: x * t[: x.shape[0]]),
+    "repeat_kv": ("q", repeat_kv),
+    "heads": ("h", lambda h: h.view(2, -1, 2, 4).transpose(1, 2).transpose(1, 2).reshape(2, -1, 8)),
+    "heads by size": ("h", lambda h: h.view(2, h.shape[1], 2, 4).permute(0, 2, 1, 3)),
+    "split qkv": ("x w", lambda x, w: (x @ w).split([4, 2, 2], -1)),
+    "unbind": ("x", lambda x: x.view(-1, 2, 4).unbind(1)),
+    "scores": ("q", lambda q: q @ q.transpose(2, 3) * 0.5),
+    "embedding": ("ids table", F.embedding),
+    "positions": ("x table", lambda x, t: F.embedding(torch.arange(x.shape[0]), t) + x),
+    "offset positions": ("x table", lambda x, t: F.embedding(torch.arange(x.shape[0])[None] % 60 + 2, t)),
+    "positions of a mask": ("mask table", positions_of_mask),
+    "clamped index": ("x table", lambda x, t: t[(x[:, 0] * 3).round().clamp(0, 5).long().clamp(0, 5)]),
+    "token types": ("ids table", lambda i, t: F.embedding(torch.zeros_like(i), t)),
+    "constant index": ("x point", lambda x, p: x[:, p]),
+    "own row by index": ("x", lambda x: x[torch.arange(x.shape[0])]),
+    "first row": ("x", lambda x: x[0]),
+    "causal mask": ("x", causal_mask),
+    "filled mask": ("x", filled_mask),
+    "padded mask": ("mask", padded_mask),
+    "window mask": ("x", window_mask),
+    "alibi": ("x", alibi),
+    "relative buckets": ("x table", relative_buckets),
+    "cumulative": ("x", lambda x: x.cumsum(0)),
+    "cumulative per batch": ("h", lambda h: h.cumsum(1).logcumsumexp(1)),
+    "router": ("x w", router),
+    "grouped mixture": ("x ids experts", mixture),
+    "dense mixture": ("x w experts", dense_mixture),
+    "looked up mixture": ("x w experts", looked_up_mixture),
+    "one_hot": ("ids", lambda i: F.one_hot(i.clamp(0, 5), 6)),
+    "argmax": ("x table", lambda x, t: t[x.argmax(-1)]),
+    "top two": ("x table", lambda x, t: t[x.topk(2, -1).indices].sum(1)),
+    "gather": ("x", lambda x: x.gather(-1, x.argsort(-1))),
+    "causal convolution": ("x k", causal_convolution),
+    "left padded convolution": ("x k", left_padded_convolution),
+    "convolution with state": ("x k", with_state),
+    "shifted": ("x", shifted),
+    "in place": ("x", in_place),
+    "filled": ("x", filled),
+    "masked_fill": ("x mask", lambda x, m: x.masked_fill(~m[:, None], -1.0)),
+    "masked in place": ("x mask", lambda x, m: x.clone().masked_fill_(m[:, None], 0.0)),
+    "number by mask": ("x", lambda x: torch.where(x > 0, x, 0.0)),
+    "write by mask": ("x", lambda x: x.clone().index_put_((x > 0,), torch.tensor(0.0))),
+    "dtypes": ("x", lambda x: x.to(torch.bfloat16).float().double().to(x.dtype)),
+    "bits": ("x", lambda x: x.view(torch.int32).view(torch.float32)),
+    "interleaved": ("x", lambda x: torch.stack([x[..., ::2], -x[..., 1::2]], -1).flatten(-2)),
+    "repeat": ("x", lambda x: x.repeat(1, 3)),
+    "repeated columns": ("x", lambda x: x.repeat_interleave(2, -1)),
+    "triangle": ("square", lambda s: s.tril(-1) + s.triu()),
+    "norm of rows": ("x", lambda x: F.normalize(x, dim=-1)),
+    "cosine": ("x y", lambda x, y: F.cosine_similarity(x, y, dim=-1)),
+    "einsum": ("x w", lambda x, w: torch.einsum("td,de->te", x, w)),
+    "flattened heads": ("x", lambda x: x.view(-1, 2, 4).reshape(-1, 4).view(x.shape[0], 8)),
+    "dropout of evaluation": ("x", lambda x: F.dropout(x, 0.5, training=False)),
+    "glu": ("x", F.glu),
+    "padded columns": ("x", lambda x: F.pad(x, (1, 2))),
+    "rolled columns": ("x", lambda x: x.roll(2, -1).flip(-1)),
+    "images of a batch": ("x", lambda x: F.avg_pool2d(x.view(-1, 1, 2, 4), 2)),
+    "tail without consequence": ("x", lambda x: (x, torch.zeros(x.shape[0], dtype=torch.int64))),
+    "softcap": ("x", lambda x: 30.0 * torch.tanh(x / 30.0)),
+    "sum of first rows": ("x point", lambda x, p: torch.zeros(9, 8).index_add_(0, p, x[:1].expand(2, 8))[0]),
+    "written input": ("x", lambda x: x.mul_(2).add_(1)),
+}
