@@ -58,8 +58,8 @@ def value_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int |
 
 
 def expression(value: Any) -> sympy.Expr:
-    """The sympy expression of an int or SymInt."""
-    return value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
+    """The sympy expression of an int, a SymInt or an expression."""
+    return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
 
 
 def is_constant(value: torch.SymInt | torch.SymFloat) -> bool:

@@ -20,6 +20,7 @@ _CHOICES = {
     "capture": ("lazy", "explicit"),
     "outputs": ("copy", "static"),
     "check": ("off", "first", "always"),
+    "padding": ("proved", "tried"),
 }
 
 
@@ -60,6 +61,8 @@ class PiecewiseConfig:
         outputs: "copy": the caller owns what it gets; "static": views that the next replay overwrites.
         check: addresses of weights are compared before a replay: "first" and "always" on every call
             through Dynamo, "off" never (a moved weight is then read at its old address).
+        padding: "proved": what cannot be proved to bear padding is cut out and runs on live rows; "tried": it
+            is padded where trials find no difference. Trials can be fooled.
         specialize: buckets whose segments are compiled for their exact size, kernels tuned by trying: faster
             decode steps for seconds of start-up per size. They have to be among the capture sizes.
         pool: a `GraphPool` to share between models, None = one of the model's own.
@@ -81,6 +84,7 @@ class PiecewiseConfig:
     capture: str = "lazy"
     outputs: str = "copy"
     check: str = "first"
+    padding: str = "proved"
     specialize: Sequence[int] = ()
     pool: GraphPool | None = None
     max_graph_bytes: int | None = None

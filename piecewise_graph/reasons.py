@@ -44,6 +44,7 @@ REMEDIES = {
     # a segment runs at the exact number of tokens
     "derived_size": _ROWS,
     "mixes_tokens": _ROWS,
+    "no_padding_proof": "read in pg.explain which op it is; pg.register_padding_rule for an op of your own",
     "padding_unproven": "capture with pg.capture on inputs that differ from token to token",
     "proof_failed": "let the segment run at half the bucket too, or use sizes that are capture sizes",
     "size_is_a_number": "pass the number as a tensor, or use sizes that are capture sizes",

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import NotCompiledError
 from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.reasons import remedy
 from piecewise_graph.recorder.bucket_record import BucketRecord
+from piecewise_graph.recorder.padding_proofs import PaddingProofs
 from piecewise_graph.runtime.budget import over_budget
 from piecewise_graph.runtime.model_state import Trace
 from piecewise_graph.runtime.runtime import Runtime
@@ -34,7 +36,8 @@ class TraceReport:
         exact: token count -> what became of `specialize`, a line per structure.
         leaks: suspicious ops left inside a segment.
         blocked: why it never replays, or None.
-        padding: per structure that must not be padded, why.
+        padding: per structure that is not padded somewhere, why.
+        exact_only: why it serves exact sizes only, or None.
         failed: bucket -> why its capture failed.
         fallbacks: reason -> calls.
         merged: parallel linears that run as one, `q_proj+k_proj+v_proj` -> groups.
@@ -56,6 +59,7 @@ class TraceReport:
     leaks: tuple[str, ...] = ()
     blocked: str | None = None
     padding: dict[str, str] = field(default_factory=dict)
+    exact_only: str | None = None
     buckets: tuple[BucketRecord, ...] = ()
     failed: dict[int, str] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
@@ -123,8 +127,6 @@ def _split_trace(number: int, runtime: Runtime) -> TraceReport:
     for call in split.op_calls:
         ops[call.op.name] = ops.get(call.op.name, 0) + 1
     inline = sum(not s.facts.computes for s in segments.values())
-    keys = {segment.key for segment in segments.values()}
-    padding = {key: reason for (key, _), reason in runtime.state.proofs.reasons() if key in keys}
     distinct = program.distinct
     return TraceReport(
         sizes=_sizes(runtime),
@@ -140,7 +142,8 @@ def _split_trace(number: int, runtime: Runtime) -> TraceReport:
         exact=_exact(distinct),
         leaks=split.leaks,
         blocked=program.blocked,
-        padding=padding,
+        padding=_unpadded(program, runtime.state.proofs),
+        exact_only=program.unpaddable,
         buckets=tuple(
             replace(tapes.buckets[size].record, trace=number)
             for tapes in runtime.all_tapes()
@@ -152,6 +155,17 @@ def _split_trace(number: int, runtime: Runtime) -> TraceReport:
         merged_linears=program.merge.linears,
         apart=dict(program.merge.apart),
     )
+
+
+def _unpadded(program: Program, proofs: PaddingProofs) -> dict[str, str]:
+    """Structures that run at exact sizes, and why."""
+    found = dict(proofs.failed())
+    for step in program.split.segments:
+        if step.index in program.unproved and not (step.padded and program.compiled[step.index].key in found):
+            verb = "not proved" if program.unpaddable or not step.padded else "left to trials"
+            found[program.compiled[step.index].key] = f"{verb}: {program.unproved[step.index]}"
+    keys = {segment.key for segment in program.compiled.values()}
+    return {key: reason for key, reason in found.items() if key in keys}
 
 
 def _exact(distinct: Sequence[CompiledSegment]) -> dict[int, tuple[str, ...]]:
@@ -185,10 +199,12 @@ def _trace_lines(number: int, trace: TraceReport) -> list[str]:
         lines += [f"  for exactly {size} tokens: {code}" for code in codes]
     if trace.merged or trace.apart:
         lines.append(f"  merged: {_merged(trace)}")
+    if trace.exact_only:
+        lines.append(f"  not padded, graphs for returning sizes alone: {trace.exact_only}")
     if trace.blocked:
         lines.append(f"  never replayed: {trace.blocked}")
     lines += [f"  inside a segment, not registered: {leak}" for leak in trace.leaks]
-    lines += [f"  structure {key} is not padded: {fault}" for key, fault in trace.padding.items()]
+    lines += [f"  structure {key} is not padded, {fault}" for key, fault in trace.padding.items()]
     if trace.buckets:
         lines.append("  bucket  graphs  pool MiB   planned  seconds  replays  mode")
     for b in trace.buckets:

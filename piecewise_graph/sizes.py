@@ -101,10 +101,15 @@ def each_once(destination: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
 
     copy_ refuses to write one memory location twice; the first of equal elements is enough.
     """
-    for dim, (size, step) in enumerate(zip(destination.shape, destination.stride(), strict=True)):
-        if step == 0 and size > 1:
-            destination, source = destination.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    for dim in repeated_dims(destination):
+        destination, source = destination.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
     return destination, source
+
+
+def repeated_dims(tensor: Tensor) -> list[int]:
+    """Dimensions along which all elements are one (stride 0)."""
+    pairs = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return [dim for dim, (size, step) in pairs if step == 0 and size > 1]
 
 
 class ShapeMiss(InputError):

@@ -246,7 +246,7 @@ def test_model_that_reduces_over_tokens_is_replayed_with_that_segment_unpadded(d
         return ops.mix(x * 2) + x.mean(0)
 
     fast = compiled(model)
-    with pg.counters.expect(fallbacks=0, replays=2, **{"unpadded_segments:mixes_tokens": 2}):
+    with pg.counters.expect(fallbacks=0, replays=2, **{"unpadded_segments:no_padding_proof": 2}):
         for _ in range(3):
             x = rows(3, device)
             assert_same(fast(x), model(x))

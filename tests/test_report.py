@@ -73,9 +73,9 @@ def test_text_shows_why_a_segment_is_not_padded(device: torch.device) -> None:
     fast = compiled(lambda x: ops.mix(x * 2) / x.shape[0])
     fast(rows(3, device)), fast(rows(3, device))
     report = pg.explain(fast)
-    assert list(report.traces[0].padding.values()) == ["size_is_a_number"]
-    assert report.traces[0].buckets[0].unpadded == {"size_is_a_number": 1}
-    assert "is not padded: size_is_a_number" in str(report)
+    assert list(report.traces[0].padding.values()) == ["not proved: aten::div (size as a number)"]
+    assert report.traces[0].buckets[0].unpadded == {"no_padding_proof": 1}
+    assert "is not padded, not proved: aten::div (size as a number)" in str(report)
 
 
 def test_text_shows_that_a_trace_is_never_replayed(device: torch.device) -> None:

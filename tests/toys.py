@@ -82,6 +82,11 @@ def _mix_pair(x: Tensor) -> tuple[Tensor, Tensor]:
     return centred(x), x.mean(0, keepdim=True) + x
 
 
+def _places(x: Tensor, most: int) -> Tensor:
+    """Indices up to `most`, a row each; the last row gets the largest."""
+    return (torch.arange(x.shape[0], device=x.device) + most + 1 - x.shape[0]).clamp(0, most)
+
+
 def _mix_strided(x: Tensor) -> Tensor:
     note("mix_strided", x)
     return centred(x).t().contiguous().t()
@@ -129,10 +134,16 @@ define("mix_padded(Tensor x) -> Tensor", _mix_padded, torch.empty_like)
 define("halve(Tensor(a!) x) -> ()", _halve, lambda x: None)
 define("append(Tensor x, Tensor(a!) cache) -> ()", _append, lambda x, cache: None)
 define("call_back(Tensor x) -> Tensor", _call_back, torch.empty_like)
+define(
+    "places(Tensor x, int most) -> Tensor",
+    _places,
+    lambda x, most: x.new_empty(x.shape[0], dtype=torch.int64),
+)
 define("mix_list(Tensor[] xs) -> Tensor", _stack, lambda xs: torch.empty_like(xs[0]))
 
 for _op in (
     "mix",
+    "places",
     "mix_out",
     "choose",
     "mix_pair",

@@ -26,11 +26,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, Protocol, TypeAlias
 
 import sympy
 import torch
-from torch import Tensor
 
 from piecewise_graph import _torch
 
@@ -379,7 +378,17 @@ def never_larger(a: sympy.Expr, b: sympy.Expr, largest: int | None = None) -> bo
 # --- where claims begin ---------------------------------------------------------------------------
 
 
-def live_claim(tensor: Tensor, tokens: Iterable[sympy.Symbol]) -> Claim | None:
+class Layout(Protocol):
+    """A tensor, or the symbolic layout of one."""
+
+    @property
+    def shape(self) -> Sequence[Any]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def live_claim(tensor: Layout, tokens: Iterable[sympy.Symbol]) -> Claim | None:
     """The claim of a value that was written by live rows alone, integers past them zero; None: derived size.
 
     A call's input is one, a splitting op's result, and what a region that runs on live rows returns.
@@ -393,15 +402,15 @@ def live_claim(tensor: Tensor, tokens: Iterable[sympy.Symbol]) -> Claim | None:
     return Claim(dims, boolean_bounds(tensor), Bounds.of(0, 1) if zero else None)
 
 
-def stored_claim(tensor: Tensor) -> Claim | None:
+def stored_claim(tensor: Layout) -> Claim | None:
     """The claim of a weight or buffer: all of it is live; None where a size is symbolic."""
     return live_claim(tensor, ())
 
 
-def is_integer(tensor: Tensor) -> bool:
+def is_integer(tensor: Layout) -> bool:
     """Integers and booleans."""
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
 
 
-def boolean_bounds(tensor: Tensor) -> Bounds | None:
+def boolean_bounds(tensor: Layout) -> Bounds | None:
     return Bounds.of(0, 2) if tensor.dtype == torch.bool else None

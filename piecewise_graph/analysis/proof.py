@@ -66,11 +66,13 @@ class SegmentProof:
     Attributes:
         findings: the nodes that have to run on live rows. Without any, padding cannot change live rows.
         outputs: the claim of each output; None: it has none.
+        inputs: the claim of each input afterwards, as the segment may have written it.
         facts: what else the run showed.
     """
 
     findings: tuple[Finding, ...]
     outputs: tuple[Claim | None, ...]
+    inputs: tuple[Claim | None, ...]
     facts: SegmentFacts
 
 
@@ -99,7 +101,8 @@ def analyse(
             break
         forced |= more
     findings = tuple(walk.found[node] for node in gm.graph.nodes if node in walk.found)
-    return SegmentProof(findings, tuple(map(walk.settled, outputs)), walk.seen.facts(inputs, outputs))
+    after = tuple(map(walk.settled, outputs)), tuple(map(walk.settled, inputs))
+    return SegmentProof(findings, *after, walk.seen.facts(inputs, outputs))
 
 
 class _Walk(fx.Interpreter):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,6 +95,7 @@ def pointwise(call: Call) -> Sequence[State]:
 def _kept_places(call: Call, claim: Claim) -> Dim | None:
     """A copy points where the original does; the place of (token, k) divided by k is that of the token."""
     copies = call.name in ("aten::clone", "aten::_to_copy")
+    copies |= call.name in ("aten::add", "aten::sub") and call.given("other") == 0
     if copies and call.results[0].dtype in (torch.int64, torch.int32):
         return claim.points_into
     floors = call.name == "aten::floor_divide" or call.given("rounding_mode") == "floor"
@@ -245,6 +247,7 @@ def slice_(call: Call) -> State:
         require(not counted or (start >= 0 and step == 1), "slice by a size")
         new = call.padding.counted(size) if is_symbolic(size) else None
         require(new is None or leading_tokens(new) is not None, "derived size")
+        claim = replace(claim, tail=claim.anywhere)  # the longer prefix of a padded run
     return claim.with_dims(replaced(claim.dims, at, call.padding.dim(size) if new is None else new))
 
 

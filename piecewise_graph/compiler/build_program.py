@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler.program import Program
+from piecewise_graph.compiler.prove_padding import prove_padding
 from piecewise_graph.compiler.segments import CompiledSegment, compile_split
 from piecewise_graph.compiler.specialize import specialized
 from piecewise_graph.config import PiecewiseConfig
@@ -20,7 +21,7 @@ from piecewise_graph.errors import LeakWarning
 from piecewise_graph.sizes import ShapeContract, relaxed_range
 from piecewise_graph.splitter.merge_linears import merge_linears
 from piecewise_graph.splitter.merged_weights import Merge
-from piecewise_graph.splitter.split import Unsplittable, split
+from piecewise_graph.splitter.split import Unsplittable
 from piecewise_graph.splitter.split_graph import Ref, SegmentStep, SplitGraph, references
 from piecewise_graph.splitter.splitting_ops import bind_arguments, written_arguments
 
@@ -43,17 +44,17 @@ def build_program(
         return reason
     merged, merge = merge_linears(gm, example_inputs) if config.merge_linears else (gm, Merge())
     try:
-        graph = split(merged)
-    except Unsplittable as cut:
-        return cut.reason
+        proved = prove_padding(
+            merged, example_inputs, config.compiler, max(config.sizes), cut=config.padding == "proved"
+        )
+    except Unsplittable as error:
+        return error.reason
+    graph = proved.split
     for op in graph.leaks:
         warnings.warn(LeakWarning.inside_segment(op), stacklevel=2)
-    segments = compile_split(graph, config.compiler, compiled, config.cache_dir)
-    symbols = _symbols(graph)
-    token = symbols[0] if len(symbols) == 1 else None
-    derived = any(graph.spec(slot).is_derived(token) for slot in graph.slots_outside_segments())
-    unpaddable = "derived_size" if derived else None
-    contract = _contract(gm, graph, symbols)
+    segments = compile_split(graph, config.compiler, compiled, config.cache_dir, proved.facts)
+    token = graph.symbols[0] if len(graph.symbols) == 1 else None
+    contract = _contract(gm, graph)
     program = Program(
         graph,
         segments,
@@ -62,8 +63,9 @@ def build_program(
         None if contract.symbols else _static_tokens(graph),
         _device(graph),
         _last_use(graph, segments),
-        _blocked(graph, segments, example_inputs, symbols),
-        unpaddable,
+        _blocked(graph, segments, example_inputs),
+        proved.unproved,
+        proved.unpaddable,
         merge,
     )
     return specialized(program, example_inputs, config, compiled)
@@ -84,14 +86,7 @@ def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
     return "autocast" if any(map(torch.is_autocast_enabled, kinds)) else None
 
 
-def _symbols(graph: SplitGraph) -> list[sympy.Symbol]:
-    """Size symbols of the arguments, in order of appearance."""
-    shapes = ((given.symbol,) if given.spec is None else given.spec.shape for given in graph.inputs)
-    sizes = (size for shape in shapes for size in shape if size is not None)
-    return list(dict.fromkeys(found for size in sizes for found in sorted(size.free_symbols, key=str)))
-
-
-def _contract(gm: GraphModule, graph: SplitGraph, symbols: Sequence[sympy.Symbol]) -> ShapeContract:
+def _contract(gm: GraphModule, graph: SplitGraph) -> ShapeContract:
     shape_env = _torch.shape_env_of(gm)
     dims = [
         (index, dim, size)
@@ -103,7 +98,7 @@ def _contract(gm: GraphModule, graph: SplitGraph, symbols: Sequence[sympy.Symbol
         given.symbol: (index, None) for index, given in enumerate(graph.inputs) if given.symbol is not None
     }
     sources.update((size, (index, dim)) for index, dim, size in reversed(dims) if size.is_Symbol)
-    known = [symbol for symbol in symbols if symbol in sources]
+    known = [symbol for symbol in graph.symbols if symbol in sources]
     guards = _torch.shape_guards(shape_env) if shape_env is not None else ()
     return ShapeContract(
         tuple(known),
@@ -154,13 +149,13 @@ def _blocked(
     graph: SplitGraph,
     segments: Mapping[int, CompiledSegment],
     example_inputs: Sequence[Any],
-    symbols: Sequence[sympy.Symbol],
 ) -> str | None:
     """Why no call of a trace can be replayed; it runs its compiled segments instead."""
     facts = [segment.facts for segment in segments.values()]
-    if len(symbols) > 1:
+    if len(graph.symbols) > 1:
         return "second_dynamic_dimension"
-    if symbols and not any(given.spec and given.spec.token_dims(symbols[0]) for given in graph.inputs):
+    token = next(iter(graph.symbols), None)
+    if token and not any(given.spec and given.spec.token_dims(token) for given in graph.inputs):
         return "no_token_dimension"
     if len({x.device for x in example_inputs if isinstance(x, Tensor)}) > 1:
         return "mixed_devices"

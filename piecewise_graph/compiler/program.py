@@ -39,6 +39,8 @@ class Program:
         last_use: slot -> index of the last step that reads it, itself or through a view
             (`len(steps)` for graph outputs).
         blocked: why no call of this trace can be replayed, or None.
+        unproved: SegmentStep.index -> what could not be proved of its padding, and why. A step that is not
+            `padded` runs on live rows; of another one (`padding="tried"`) trials decide.
         unpaddable: why it can be replayed at exact sizes only, or None.
         merge: which of its linears were merged.
     """
@@ -51,6 +53,7 @@ class Program:
     device: torch.device
     last_use: Mapping[int, int]
     blocked: str | None
+    unproved: Mapping[int, str]
     unpaddable: str | None
     merge: Merge
 

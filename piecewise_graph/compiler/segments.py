@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from piecewise_graph import _torch
-from piecewise_graph.analysis import SegmentFacts, observe
+from piecewise_graph.analysis import SegmentFacts
 from piecewise_graph.compiler.disk_cache import Folder, Made, is_filled, load_or_compile
 from piecewise_graph.compiler.segment_key import (
     Conditions,
@@ -84,13 +84,18 @@ def prepare(compiler: str, cache_dir: Folder | None) -> None:
 
 
 def compile_split(
-    split: SplitGraph, compiler: str, compiled: dict[str, CompiledSegment], cache_dir: Folder | None = None
+    split: SplitGraph,
+    compiler: str,
+    compiled: dict[str, CompiledSegment],
+    cache_dir: Folder | None,
+    facts: Mapping[str, SegmentFacts],
 ) -> dict[int, CompiledSegment]:
     """What runs each segment of `split`, by SegmentStep.index; each structure is compiled once.
 
     Args:
         compiled: structures by key, shared by the traces of one model; grows here.
         cache_dir: where other processes left compiled segments, and this one will (disk_cache.py).
+        facts: of each structure.
     """
     prepare(compiler, cache_dir)
     shape_env = next(filter(None, (_torch.shape_env_of(step.gm) for step in split.segments)), None)
@@ -104,7 +109,7 @@ def compile_split(
             stored = None
             if cache_dir is not None and compiler == "inductor":
                 stored = cache_dir, portable_key(step.gm)
-            jobs[key.digest] = key, partial(_compile, step, key, compiler, given, stored)
+            jobs[key.digest] = key, partial(_compile, step, key, facts[key.digest], compiler, given, stored)
     for digest, (key, job) in jobs.items():
         if digest not in compiled or not accept(compiled[digest].conditions, key, shape_env):
             compiled[digest] = job()
@@ -117,7 +122,12 @@ def compile_split(
 
 
 def _compile(
-    step: SegmentStep, key: Key, compiler: str, given: int, stored: tuple[Folder, Key | str] | None
+    step: SegmentStep,
+    key: Key,
+    facts: SegmentFacts,
+    compiler: str,
+    given: int,
+    stored: tuple[Folder, Key | str] | None,
 ) -> CompiledSegment:
     """The structure of `step`.
 
@@ -127,7 +137,6 @@ def _compile(
     """
     gm = step.gm
     inputs = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
-    facts = observe(gm, inputs)
     if not facts.computes:
         return CompiledSegment(key.digest, gm, gm.forward, facts, 0.0)
     # AOTAutograd mistakes two inputs of one storage, one of them written, for unrelated tensors.

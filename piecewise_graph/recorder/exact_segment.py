@@ -47,7 +47,7 @@ class ExactSegment:
         """The segment of `step`, with buffers for the inputs whose strides depend on the token count.
 
         Args:
-            scratch: lends the buffers; others may take them again at once.
+            scratch: lends the buffers. Give them back when the results have theirs: a result may be a view.
         """
         specs = [program.split.specs[item.slot] if isinstance(item, Ref) else None for item in step.inputs]
         sizes = program.sizes_at(bucket)
@@ -56,8 +56,6 @@ class ExactSegment:
             for index, spec in enumerate(specs)
             if spec is not None and spec.strides_vary(program.token)
         }
-        for buffer in buffers.values():
-            scratch.give_back(buffer)
         return cls(program, segment, specs, buffers)
 
     def bind(self, *inputs: Any, num_tokens: int) -> Callable[[], Sequence[Tensor]]:

@@ -24,7 +24,7 @@ from piecewise_graph.errors import CaptureError
 from piecewise_graph.graph_pool import GraphPool, Run
 from piecewise_graph.recorder.bucket_record import BucketRecord
 from piecewise_graph.recorder.padding import probe_size
-from piecewise_graph.recorder.padding_proofs import PaddingProofs
+from piecewise_graph.recorder.padding_proofs import Key, PaddingProofs, trial_key
 from piecewise_graph.recorder.record import record_segments
 from piecewise_graph.recorder.tape import ReplayTape
 from piecewise_graph.recorder.workspace import Workspace
@@ -161,8 +161,8 @@ class _TrialTrace:
     def run(self, size: int) -> BucketRecord:
         workspace, trace = self._workspace, self.trace
         graphs, owned = workspace.pool.bytes(), workspace.bytes()
-        for (structure, bucket), reason in _expected(trace, size).items():
-            self._proofs.add(structure, bucket, reason)
+        for key, reason in _expected(trace, size).items():
+            self._proofs.add(key, reason)
         tape = record_segments(workspace, trace.make_args(), size, ops_run=False)
         self._tapes.append(tape)
         return BucketRecord(
@@ -193,12 +193,17 @@ class _TrialPool(GraphPool):
             return (lambda: None), run(*inputs)
 
 
-def _expected(trace: TraceToPlan, bucket: int) -> dict[tuple[str, int], str | None]:
-    """Which segments will run unpadded: those settled, seen by looking, or unfit in another bucket."""
+def _expected(trace: TraceToPlan, bucket: int) -> dict[Key, str | None]:
+    """What trials found or will find: those settled, seen by looking, or unfit in another bucket."""
     program, here = trace.program, trace.proofs.at(bucket)
     if program.unpaddable or probe_size(program, bucket, bucket) is None:
         return here
-    unfit = {structure: reason for (structure, _), reason in trace.proofs.reasons()}
-    numbers = [s.key for s in program.compiled.values() if s.facts.size_is_a_number]
-    unfit |= dict.fromkeys(numbers, "size_is_a_number")
-    return {(structure, bucket): reason for structure, reason in unfit.items()} | here
+    expected: dict[Key, str | None] = {}
+    unfit = trace.proofs.failed()
+    for step in program.split.segments:
+        key, segment = trial_key(program, step, bucket), program.compiled[step.index]
+        if key is not None and segment.key in unfit:
+            expected[key] = unfit[segment.key]
+        elif key is not None and step.index in program.unproved and segment.facts.size_is_a_number:
+            expected[key] = "size_is_a_number"
+    return expected | here

@@ -1,19 +1,19 @@
-"""The proof that padding cannot change live rows.
+"""Trials of padding: a segment is run at an exact size and padded; live rows must agree.
 
-Note [Proof instead of analysis]
-Whether a segment mixes tokens cannot be read off its ops: a cumsum along the token dimension is harmless
-to live rows, `x[:, -1:]` is not. So each distinct segment is run, in each bucket, at an exact size k and
-padded from k to the bucket; live rows must agree. k is at most half the bucket, so that a dependence on the
-size itself shows. (A size used as a number, `x / T`, is refused by looking: SegmentFacts.size_is_a_number.)
+Note [Trials]
+That padding is harmless is proved by structure (analysis/). A proved segment gets one trial per compiled
+code, on the weights and rows of a live call, because a compiler may be wrong: once at k tokens, once padded
+from k to the bucket, with NaN in the tails of floats. k is at most half the bucket, so that a dependence on
+the size itself shows.
 
-Four trials. Two on the live inputs, with the tails that a replay has (zeros in a caller's integers,
-anything in floats) and with copies of live rows. These may hide a dependence: zeros divided by T, equal rows
-averaged, a gate that is still zero. So two on random inputs, weights included, whose integers and booleans
-are drawn from the lower half of their live range with tails from the upper half, and the other way round:
-no minimum, maximum or `any` survives both. Float tails are NaN, which reaches whatever it touches, and scaled
-copies. Integers never leave the live range (or 0 to it), because an illegal index would kill a CUDA
-context; for the same reason floats stay live where a segment casts floats to integers. Where that leaves
-nothing to tell rows apart (all ids are 0), nothing is proven.
+With `padding="tried"`, trials stand in for the missing proof of a segment, in each bucket. They may be
+fooled. Three run on the live inputs: with the tails that a replay has (zeros in integers, NaN in floats),
+with zeros, and with copies of live rows. These may hide a dependence: zeros divided by T, equal rows
+averaged, a gate that is still zero. So two run on random inputs, weights included, whose integers and
+booleans are drawn from the lower half of their live range with tails from the upper half, and the other way
+round: no minimum, maximum or `any` survives both. Integers never leave the live range (or 0 to it), because
+an illegal index would kill a CUDA context; for the same reason floats stay live where a segment casts
+floats to integers. Where that leaves nothing to tell rows apart (all ids are 0), nothing is shown.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ def probe_size(program: Program, num_tokens: int, bucket: int) -> int | None:
     return None
 
 
-def padding_reason(trial: Trial, inputs: Sequence[Any], *, thorough: bool) -> str | None:
+def padding_reason(trial: Trial, inputs: Sequence[Any], *, proved: bool) -> str | None:
     """Why the trial's segment must not be padded; None when live rows agree, UNPROVEN when no row can tell.
 
     Args:
         inputs: its live inputs, of at least the trial's size.
-        thorough: all four trials, with random weights; else those with the tails that a replay has and
-            the random ones, on the weights as they are. Once per structure is enough for the rest.
+        proved: one trial against a miscompile; else all of them (Note [Trials]).
     """
+    if trial.has_derived_sizes():
+        return None if proved else "derived_size"
+    live = trial.narrowed(inputs)
+    if proved:
+        return "mixes_tokens" if trial.disagrees(live, [_nan_tail] * len(live)) else None
     if trial.segment.facts.size_is_a_number:
         return "size_is_a_number"
-    if trial.has_derived_sizes():
-        return "derived_size"
-    live = trial.narrowed(inputs)
     if not trial.tells_rows_apart(live):
         return UNPROVEN
-    for make_tail in (_first_tail, _second_tail) if thorough else (_first_tail,):
+    for make_tail in (_nan_tail, torch.zeros_like, _scaled_tail):
         if trial.disagrees(live, [make_tail] * len(live)):
             return "mixes_tokens"
-    for upper, float_tail in ((False, _first_tail), (True, _second_tail)):
-        values, tails = trial.drawn(live, upper, float_tail, draw_weights=thorough)
-        if trial.disagrees(values, tails):
+    for upper, float_tail in ((False, _nan_tail), (True, _scaled_tail)):
+        if trial.disagrees(*trial.drawn(live, upper, float_tail)):
             return "mixes_tokens"
     return None
 
@@ -131,16 +131,16 @@ class Trial:
         return not counting or any(_legal_range(value) != (0, 0) for value in counting)
 
     def drawn(
-        self, live: Sequence[Any], upper: bool, float_tail: MakeTail, *, draw_weights: bool
+        self, live: Sequence[Any], upper: bool, float_tail: MakeTail
     ) -> tuple[list[Any], list[MakeTail]]:
-        """Random inputs and their tails (Note [Proof instead of analysis])."""
+        """Random inputs and weights, and their tails (Note [Trials])."""
         values, tails = list(live), [float_tail] * len(live)
         for index, (spec, value) in enumerate(zip(self.specs, live, strict=True)):
             if spec is None:
                 continue
             per_token = bool(spec.token_dims(self.program.token))
             if value.is_floating_point():
-                if (per_token or draw_weights) and not self.segment.facts.floats_become_integers:
+                if not self.segment.facts.floats_become_integers:
                     values[index] = _random_floats(value, seed=index)
             elif per_token:
                 low, high = _legal_range(value)
@@ -185,11 +185,11 @@ def _copies(rows: Tensor) -> Tensor:
     return rows
 
 
-def _first_tail(rows: Tensor) -> Tensor:
+def _nan_tail(rows: Tensor) -> Tensor:
     return rows.fill_(float("nan")) if rows.is_floating_point() else torch.zeros_like(rows)
 
 
-def _second_tail(rows: Tensor) -> Tensor:
+def _scaled_tail(rows: Tensor) -> Tensor:
     return rows * -3.0 + 1.0 if rows.is_floating_point() else rows
 
 

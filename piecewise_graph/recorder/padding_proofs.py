@@ -1,61 +1,94 @@
-"""What is known of padding, per segment structure and bucket."""
+"""What may be padded: what was proved when the trace was made, and what trials found since."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from piecewise_graph.compiler.program import Program
+from piecewise_graph.splitter.split_graph import SegmentStep
 
-Key = tuple[str, int]  # structure, bucket
+# A structure, and the bucket that its trial speaks for; None: for every bucket.
+Key = tuple[str, int | None]
+
+UNPROVED = "no_padding_proof"
+
+# Why a bucket may serve its exact size only.
+PADDING_REASONS = frozenset(
+    {UNPROVED, "derived_size", "mixes_tokens", "padding_unproven", "proof_failed", "size_is_a_number"}
+)
+
+
+def trial_key(program: Program, step: SegmentStep, bucket: int) -> Key | None:
+    """What a trial of the segment in `bucket` settles; None where it is never padded.
+
+    A proved segment is tried once per compiled code, against miscompiles. An unproved one, which
+    `padding="tried"` lets through, is tried in every bucket.
+    """
+    if not step.padded:
+        return None
+    segment = program.compiled[step.index]
+    exact_code = bucket in segment.exact
+    return segment.key, bucket if exact_code or step.index in program.unproved else None
 
 
 class PaddingProofs:
-    """For each (structure, bucket) that was tried: None where padding is harmless, else why it is not.
+    """For each key that was tried: None where padding is harmless, else why it is not.
 
-    All traces of one model share the proofs, because they share the structures. Entries are added and never
+    All traces of one model share the trials, because they share the structures. Entries are added and never
     changed.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Key, str | None] = {}
+        self._tried: dict[Key, str | None] = {}
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._known
+        return key in self._tried
 
-    def add(self, structure: str, bucket: int, reason: str | None) -> None:
-        self._known[structure, bucket] = reason
+    def add(self, key: Key, reason: str | None) -> None:
+        self._tried[key] = reason
 
-    def reason(self, structure: str, bucket: int) -> str | None:
-        """Why the structure must not be padded to `bucket`; None where it may be, or is not known yet."""
-        return self._known.get((structure, bucket))
+    def reason(self, program: Program, step: SegmentStep, bucket: int) -> str | None:
+        """Why the segment must not be padded to `bucket`; None where it may be, or is not known yet."""
+        key = trial_key(program, step, bucket)
+        return UNPROVED if key is None else self._tried.get(key)
 
-    def reasons(self) -> Iterator[tuple[Key, str]]:
-        """Everything that must not be padded."""
-        return ((key, reason) for key, reason in self._known.items() if reason is not None)
+    def is_harmless(self, program: Program, step: SegmentStep, bucket: int) -> bool:
+        """The segment may be padded to `bucket`."""
+        if step.index in program.unproved and trial_key(program, step, bucket) not in self._tried:
+            return False
+        return self.reason(program, step, bucket) is None
 
-    def is_new(self, structure: str) -> bool:
-        """The structure was tried in no bucket yet."""
-        return all(known != structure for known, _ in self._known)
+    def failed(self) -> Mapping[str, str]:
+        """Structures that a trial found unfit for padding, and why."""
+        return {structure: reason for (structure, _), reason in self._tried.items() if reason is not None}
 
     def complete(self, program: Program, bucket: int) -> bool:
-        """Every segment of the trace was tried in `bucket`."""
-        return all((segment.key, bucket) in self._known for segment in program.compiled.values())
+        """Every segment of the trace may be padded to `bucket`, or is known not to be."""
+        return all(
+            self.is_harmless(program, step, bucket) or self.reason(program, step, bucket) is not None
+            for step in program.split.segments
+        )
 
     def exact_only(self, program: Program, bucket: int, *, one_graph: bool) -> str | None:
-        """Why `bucket` serves its exact size only, as far as the proofs are known; None where it is padded.
+        """Why `bucket` serves its exact size only, as far as is known; None where it is padded.
 
         A segment that must not be padded runs between the graphs, at the exact size, its outputs copied to
         buffers. Two kinds cannot: those with sizes derived from the token count, and those with outputs that
         share storage, because a splitting op that writes one output would not reach the other. A forward that
         is one graph (`one_graph`) has no place between graphs.
         """
-        for segment in program.compiled.values():
-            reason = self.reason(segment.key, bucket)
-            stays = segment.facts.entangled_outputs or not segment.facts.computes
-            if reason is not None and (one_graph or stays or reason == "derived_size"):
-                return reason
-        return program.unpaddable
+        return program.unpaddable or next(self._stuck(program, bucket, one_graph), None)
+
+    def _stuck(self, program: Program, bucket: int, one_graph: bool) -> Iterator[str]:
+        for step in program.split.segments:
+            reason = self.reason(program, step, bucket)
+            if reason is None:
+                continue
+            facts = program.compiled[step.index].facts
+            stays = step.padded and (facts.entangled_outputs or not facts.computes)
+            if one_graph or stays or reason == "derived_size":
+                yield reason
 
     def at(self, bucket: int) -> dict[Key, str | None]:
-        """What is known of one bucket."""
-        return {key: reason for key, reason in self._known.items() if key[1] == bucket}
+        """What trials found that concerns `bucket`."""
+        return {key: reason for key, reason in self._tried.items() if key[1] in (bucket, None)}

@@ -83,8 +83,8 @@ class _Recording:
         return self.values[item.slot] if isinstance(item, Ref) else evaluate(item.expr, self.sizes)
 
     def _segment(self, step: SegmentStep, segment: CompiledSegment) -> None:
-        reason = self.proofs.reason(segment.key, self.bucket)
-        if not segment.facts.computes:
+        reason = self.proofs.reason(self.program, step, self.bucket)
+        if step.padded and not segment.facts.computes:
             # views and allocations: made once
             outputs = self._filling(step, segment)(*map(self._value, step.inputs))
             self.keep.extend(outputs)
@@ -92,8 +92,11 @@ class _Recording:
         elif reason is not None and self.exact_only is None:
             self.unpadded[reason] += 1
             elements = tuple(enumerate(step.outputs))
-            exact = ExactSegment.of(self.program, step, segment, self.bucket, self.workspace.bridges)
+            bridges = self.workspace.bridges
+            exact = ExactSegment.of(self.program, step, segment, self.bucket, bridges)
             self._late(LateCall(segment.run, step.inputs, {}, elements, padded=False, bind=exact.bind))
+            for buffer in exact.buffers.values():
+                bridges.give_back(buffer)
         else:
             run = self._filling(step, segment)
             replay, outputs = self.pool.capture(run, [self._value(item) for item in step.inputs])

@@ -28,6 +28,7 @@ from piecewise_graph.compiler.program import run_steps
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import SplittingOpError
 from piecewise_graph.recorder.padding import UNPROVEN, Trial, padding_reason, probe_size
+from piecewise_graph.recorder.padding_proofs import trial_key
 from piecewise_graph.recorder.static_buffers import narrow
 from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.sizes import evaluate, overwrite
@@ -98,10 +99,9 @@ def run_padded(
 
     def run_segment(step: SegmentStep, segment: CompiledSegment, values: list[Any]) -> Sequence[Tensor]:
         prove(step, segment, values)
-        harmless = (segment.key, bucket) in proofs and proofs.reason(segment.key, bucket) is None
-        if num_tokens == bucket or harmless:
+        if num_tokens == bucket or proofs.is_harmless(program, step, bucket):
             return segment.at(bucket)(*values)
-        if segment.facts.entangled_outputs or not segment.facts.computes:
+        if step.padded and (segment.facts.entangled_outputs or not segment.facts.computes):
             raise _CannotPad
         return _run_on_live_rows(Trial(program, step, segment, num_tokens, bucket), values)
 
@@ -144,7 +144,7 @@ def _run_exact(
     def run_segment(step: SegmentStep, segment: CompiledSegment, inputs: list[Any]) -> Sequence[Tensor]:
         tried = prove(step, segment, inputs)
         cold = num_tokens < bucket and segment.facts.computes and segment.key not in warmed
-        if cold and not tried and proofs.reason(segment.key, bucket) is None:
+        if cold and not tried and proofs.reason(program, step, bucket) is None:
             Trial(program, step, segment, num_tokens, bucket).warm_up(inputs)
         warmed.add(segment.key)
         return segment.at(num_tokens)(*inputs)
@@ -159,16 +159,17 @@ def _prover(workspace: Workspace, num_tokens: int, bucket: int) -> Prove:
     probe = None if program.unpaddable else probe_size(program, num_tokens, bucket)
 
     def prove(step: SegmentStep, segment: CompiledSegment, inputs: list[Any]) -> bool:
-        if probe is None or (segment.key, bucket) in proofs:
+        key = trial_key(program, step, bucket)
+        if probe is None or key is None or key in proofs:
             return False
         trial = Trial(program, step, segment, probe, bucket)
         try:
-            reason = padding_reason(trial, inputs, thorough=proofs.is_new(segment.key))
+            reason = padding_reason(trial, inputs, proved=step.index not in program.unproved)
         except (RuntimeError, ValueError, IndexError, AssertionError):
             # The model cannot run at this size (a batch norm of one row). The caller did nothing wrong.
             reason = "proof_failed"
         if reason != UNPROVEN:
-            proofs.add(segment.key, bucket, reason)
+            proofs.add(key, reason)
         return True
 
     return prove

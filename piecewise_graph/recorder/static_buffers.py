@@ -11,7 +11,7 @@ from torch import Tensor
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler.program import Program
-from piecewise_graph.sizes import TensorSpec, overwrite
+from piecewise_graph.sizes import TensorSpec, overwrite, repeated_dims
 
 
 def narrow(tensor: Tensor, spec: TensorSpec, program: Program, num_tokens: int) -> Tensor:
@@ -22,11 +22,18 @@ def narrow(tensor: Tensor, spec: TensorSpec, program: Program, num_tokens: int) 
 
 
 def tails(tensor: Tensor, spec: TensorSpec, program: Program, num_tokens: int) -> list[Tensor]:
-    """The padded parts of `tensor`: what lies past `num_tokens`, one view per token dimension."""
+    """The padded parts of `tensor`: what lies past `num_tokens`, one view per token dimension.
+
+    Every element of a view lies in a place of its own; where all tokens are one element, none is padded.
+    """
+    repeated = repeated_dims(tensor)
+    for dim in repeated:
+        if dim not in spec.token_dims(program.token):
+            tensor = tensor.narrow(dim, 0, 1)
     return [
         tensor.narrow(dim, num_tokens, tensor.shape[dim] - num_tokens)
         for dim in spec.token_dims(program.token)
-        if tensor.shape[dim] > num_tokens
+        if dim not in repeated and tensor.shape[dim] > num_tokens
     ]
 
 
@@ -131,7 +138,7 @@ class StaticInputs:
                 expanded.append((index, live))
             else:
                 plain[index] = live
-                padding += tails(view, spec, self._program, num_tokens)
+            padding += tails(view, spec, self._program, num_tokens)
         return InputCopies(tuple(plain), list(plain.values()), tuple(expanded), padding)
 
     def storages(self) -> set[int]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from piecewise_graph.compiler.program import Program
-from piecewise_graph.recorder.static_buffers import InputCopies, StaticInputs, narrow
+from piecewise_graph.recorder.static_buffers import InputCopies, StaticInputs, narrow, tails
 from piecewise_graph.sizes import evaluate, overwrite
 from piecewise_graph.splitter.split_graph import Ref, Size, resolve
 
@@ -109,9 +109,17 @@ class ReplayTape:
             call = partial(late.target, *args, **kwargs)
         if not late.outputs:
             return call
-        return partial(
-            _call_into, call, tuple((element, self._view(slot, size)) for element, slot in late.outputs)
-        )
+        destinations = tuple((element, self._view(slot, size)) for element, slot in late.outputs)
+        return partial(_call_into, call, destinations, self._integer_tails(late, size))
+
+    def _integer_tails(self, late: LateCall, size: int) -> tuple[Tensor, ...]:
+        """What lies past the live rows of integer results: the next graph may look it up, so it is zeroed."""
+        found: list[Tensor] = []
+        for _, slot in late.outputs:
+            spec = self.program.split.spec(slot)
+            if not spec.dtype.is_floating_point:
+                found += tails(self.values[slot], spec, self.program, size)
+        return tuple(found)
 
     def _output(self, item: Ref | Size, num_tokens: int) -> Any:
         if isinstance(item, Size):
@@ -130,10 +138,14 @@ class ReplayTape:
         return narrow(value, self.program.split.spec(slot), self.program, num_tokens)
 
 
-def _call_into(call: Call, destinations: tuple[tuple[int | None, Tensor], ...]) -> None:
+def _call_into(
+    call: Call, destinations: tuple[tuple[int | None, Tensor], ...], to_zero: tuple[Tensor, ...]
+) -> None:
     result = call()
     for element, destination in destinations:
         overwrite(destination, result if element is None else result[element])
+    for tail in to_zero:
+        tail.zero_()
 
 
 def own_outputs(program: Program, outputs: Sequence[Any], args: Sequence[Any], *, copy: bool) -> list[Any]:

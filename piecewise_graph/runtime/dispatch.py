@@ -63,6 +63,7 @@ class Situation:
         not_full: why no call of this trace can be one graph.
         invalid: buckets outside of the sizes that the trace is valid for.
         over_budget: buckets that max_graph_bytes has no room for.
+        returning: token counts that came before, and could not be padded.
     """
 
     sizes: Sequence[int]
@@ -73,6 +74,7 @@ class Situation:
     not_full: str | None = None
     invalid: frozenset[int] = frozenset()
     over_budget: Container[int] = ()
+    returning: Container[int] = ()
 
 
 def bucket_of(num_tokens: int, sizes: Sequence[int], invalid: Container[int]) -> int | None:
@@ -84,8 +86,8 @@ def decide(num_tokens: int, given: Situation) -> Decision:
     """Choose for a call of `num_tokens` tokens.
 
     The reasons, in the order in which they are tried: the trace's own (`blocked`), `no_tokens`,
-    `above_max_tokens`, `bucket_outside_trace`; then, per mode, why the trace cannot be padded,
-    `capture_failed`, `over_budget`, `not_captured`. A call that asked for a full graph and
+    `above_max_tokens`, `bucket_outside_trace`; then, per mode, why the trace cannot be padded (at the first
+    call of a size), `capture_failed`, `over_budget`, `not_captured`. A call that asked for a full graph and
     cannot have one is decided as a piecewise one.
     """
     if given.blocked:
@@ -98,7 +100,7 @@ def decide(num_tokens: int, given: Situation) -> Decision:
         return Decision(Action.COMPILED, reason="above_max_tokens" if above else "bucket_outside_trace")
     not_full = None
     if given.full is not None:
-        full = _decide_mode(num_tokens, bucket, given.full, given)
+        full = _decide_mode(num_tokens, bucket, given.full, replace(given, returning=()))
         not_full = given.not_full or full.reason
         if not_full is None:
             return replace(full, mode=FULL)
@@ -107,7 +109,10 @@ def decide(num_tokens: int, given: Situation) -> Decision:
 
 def _decide_mode(num_tokens: int, bucket: int, captured: Captured, given: Situation) -> Decision:
     if bucket in captured.unpaddable and bucket != num_tokens:
-        return Decision(Action.COMPILED, reason=captured.unpaddable[bucket])
+        known = num_tokens in captured.proven or num_tokens in captured.failed
+        if not known and not (given.may_capture and num_tokens in given.returning):
+            return Decision(Action.COMPILED, reason=captured.unpaddable[bucket])
+        bucket = num_tokens  # graphs for this size alone, from its second call on
     if bucket in captured.failed:
         return Decision(Action.COMPILED, reason="capture_failed")
     if bucket in captured.proven and (captured.proven[bucket] or bucket == num_tokens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,8 @@ from piecewise_graph.runtime.bound_addresses import BoundAddresses
 from piecewise_graph.runtime.captured_context import CapturedContext
 from piecewise_graph.telemetry import counters
 
+_clock = itertools.count()  # orders uses
+
 
 class CapturedBucket:
     """A recorded tape, what recording it cost, and how often it was replayed.
@@ -25,7 +28,7 @@ class CapturedBucket:
 
     def __init__(self, tape: ReplayTape, record: BucketRecord, context: CapturedContext | None) -> None:
         self.tape, self.context = tape, context
-        self.replays = 0
+        self.replays, self.last_used = 0, next(_clock)
         self._record = record
 
     @property
@@ -89,6 +92,7 @@ class Replay:
         if self.captured.context is not None:
             counters.add("full_replays")
         self.captured.replays += 1
+        self.captured.last_used = next(_clock)
         if self.not_full is not None:
             counters.add("not_full", reason=self.not_full)
         for reason, segments in self.bound.unpadded.items():

@@ -20,6 +20,7 @@ from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.graph_pool import capturing_elsewhere
 from piecewise_graph.recorder.memory_plan import TraceToPlan
 from piecewise_graph.recorder.mode import FULL, PIECEWISE
+from piecewise_graph.recorder.padding_proofs import PADDING_REASONS
 from piecewise_graph.recorder.rehearse import live_rows, pads, run_padded
 from piecewise_graph.recorder.tape import own_outputs
 from piecewise_graph.recorder.workspace import Workspace
@@ -34,6 +35,9 @@ from piecewise_graph.runtime.side_channel import Purpose
 from piecewise_graph.runtime.tapes import TapeSet
 from piecewise_graph.sizes import Sizes
 from piecewise_graph.telemetry import counters
+
+# How many sizes that cannot be padded may have graphs at a time, beside the capture sizes.
+_MOST_EXACT_SIZES = 8
 
 
 class Runtime:
@@ -58,6 +62,7 @@ class Runtime:
         self.fallbacks: Counter[str] = Counter()
         self.bound = {index: weakref.ref(tensor) for index, tensor in bound}
         self.bound_ids = frozenset(id(tensor) for _, tensor in bound)
+        self._returning: set[int] = set()  # token counts that could not be padded
         self.generation = 0  # rises when a replay that was handed out may be out of date
         self.addresses = BoundAddresses(program, [index for index, _ in bound])
         self.invalid = frozenset(
@@ -133,6 +138,7 @@ class Runtime:
             self._not_full,
             self.invalid,
             over_budget(state),
+            self._returning,
         )
         return decide(num_tokens, given)
 
@@ -217,7 +223,7 @@ class Runtime:
     ) -> list[Any]:
         args = in_layout(self.program, args, sizes)
         if self.state.channel.purpose is not Purpose.WARM_UP:
-            self._count_fallback(reason)
+            self._count_fallback(reason, num_tokens)
         # Inside of the caller's own capture nothing may be proven: a proof waits for the device.
         if reason != "captured_by_caller":
             bucket = bucket_of(num_tokens, self.sizes, self.invalid)
@@ -257,7 +263,7 @@ class Runtime:
             planned=planned_bytes(state, self, bucket) if decision.mode is PIECEWISE else None,
         )
         if outcome.reason is not None:
-            self._count_fallback(outcome.reason)
+            self._count_fallback(outcome.reason, num_tokens)
         elif outcome.failure is not None:
             tapes.failed[bucket] = outcome.failure
             counters.add("failed_captures")
@@ -265,6 +271,7 @@ class Runtime:
             tapes.buckets[bucket] = outcome.captured
             counters.add("captures", outcome.captured.tape.graphs)
             counters.add("tapes")
+            tapes.drop_exact(self.sizes, _MOST_EXACT_SIZES)
             self.addresses.remember(args)
             self._forget_ready()
         return outcome.outputs
@@ -275,6 +282,8 @@ class Runtime:
         for tapes in self.all_tapes():
             tapes.ready.clear()
 
-    def _count_fallback(self, reason: str) -> None:
+    def _count_fallback(self, reason: str, num_tokens: int) -> None:
         counters.add("fallbacks", reason=reason)
         self.fallbacks[reason] += 1
+        if reason in PADDING_REASONS and self.state.config.max_graph_bytes is None:
+            self._returning.add(num_tokens)  # the next call of this size may have graphs of its own

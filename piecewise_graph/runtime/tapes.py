@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
 from piecewise_graph.compiler.program import Program
@@ -34,6 +34,12 @@ class TapeSet:
     def name(self) -> str:
         """As reports show it."""
         return self.mode.name if self.graph_key is None else f"{self.mode.name} {self.graph_key!r}"
+
+    def drop_exact(self, sizes: Collection[int], most: int) -> None:
+        """Drop the least recently used buckets beside `sizes` until no more than `most` are left."""
+        extra = sorted((b.last_used, size) for size, b in self.buckets.items() if size not in sizes)
+        for _, size in extra[: max(len(extra) - most, 0)]:
+            del self.buckets[size]
 
     def captured(self, program: Program, proofs: PaddingProofs, sizes: tuple[int, ...]) -> Captured:
         """As a decision needs it."""

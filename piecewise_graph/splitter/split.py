@@ -14,8 +14,10 @@ symbolic expression.
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import sympy
@@ -48,27 +50,38 @@ class Unsplittable(Exception):
         self.reason = reason
 
 
+class _Kind(Enum):
+    """What a group of nodes becomes."""
+
+    SEGMENT = "segment"
+    UNPADDED = "segment that runs on live rows"
+    OPS = "splitting ops"
+
+
 @dataclass
 class _Group:
-    """Nodes between two cuts, or the adjacent splitting ops of one cut."""
+    """Adjacent nodes of one kind."""
 
-    is_ops: bool
+    kind: _Kind
     nodes: list[Node] = field(default_factory=list)
 
 
-def split(gm: GraphModule) -> SplitGraph:
-    """Cut `gm` at every registered splitting op.
+def split(gm: GraphModule, unpadded: Container[str] = ()) -> SplitGraph:
+    """Cut `gm` at every registered splitting op, and around `unpadded` nodes.
+
+    Args:
+        unpadded: names of nodes that go to segments of their own, which are never padded.
 
     Raises:
         Unsplittable: with the reason for which the graph has to stay whole.
     """
     _refuse_hidden_ops(gm)
-    groups, home = _group_nodes(gm)
+    groups, home = _group_nodes(gm, unpadded)
     _refuse_open_modes(groups, home)
     return _Lowering(gm, groups, home).run()
 
 
-def _group_nodes(gm: GraphModule) -> tuple[list[_Group], dict[Node, _Group]]:
+def _group_nodes(gm: GraphModule, unpadded: Container[str]) -> tuple[list[_Group], dict[Node, _Group]]:
     groups: list[_Group] = []
     home: dict[Node, _Group] = {}
     dropped = _torch.droppable_functions()
@@ -77,18 +90,24 @@ def _group_nodes(gm: GraphModule) -> tuple[list[_Group], dict[Node, _Group]]:
             continue
         if node.op == "call_function" and node.target in dropped:
             continue
-        is_ops = splitting_op_of(node) is not None
+        kind = _kind(node, unpadded)
         owner, _ = _element(node)
         if owner is not None:
             group = home[owner]  # an element stays with the tuple that holds it
-        elif groups and groups[-1].is_ops == is_ops:
+        elif groups and groups[-1].kind is kind:
             group = groups[-1]
         else:
-            group = _Group(is_ops)
+            group = _Group(kind)
             groups.append(group)
         group.nodes.append(node)
         home[node] = group
     return groups, home
+
+
+def _kind(node: Node, unpadded: Container[str]) -> _Kind:
+    if splitting_op_of(node) is not None:
+        return _Kind.OPS
+    return _Kind.UNPADDED if node.name in unpadded else _Kind.SEGMENT
 
 
 def _is_scalar(node: Node) -> bool:
@@ -143,11 +162,12 @@ class _Lowering:
                     self._add_input(node)
         steps: list[Step] = []
         for group in self.groups:
-            step = self._op_step(group) if group.is_ops else self._segment_step(group, len(steps))
+            is_ops = group.kind is _Kind.OPS
+            step = self._op_step(group) if is_ops else self._segment_step(group, len(steps))
             if step is not None:
                 steps.append(step)
         outputs = map_arg(nodes[-1].args[0], self._value)
-        computed = (node for group in self.groups if not group.is_ops for node in group.nodes)
+        computed = (node for group in self.groups if group.kind is not _Kind.OPS for node in group.nodes)
         leaks = tuple(name for name in map(leaked_op, computed) if name)
         return SplitGraph(
             tuple(self.inputs), tuple(self.specs), tuple(self.storages), tuple(steps), tuple(outputs), leaks
@@ -231,7 +251,15 @@ class _Lowering:
             return None
         builder = _SegmentBuilder(self, group)
         gm = builder.build(leaving)
-        return SegmentStep(position, gm, tuple(builder.inputs), tuple(self._new_slot(n) for n in leaving))
+        origins = {new.name: node.name for node, new in builder.copied.items()}
+        return SegmentStep(
+            position,
+            gm,
+            tuple(builder.inputs),
+            tuple(self._new_slot(n) for n in leaving),
+            padded=group.kind is _Kind.SEGMENT,
+            origins=origins,
+        )
 
 
 class _SegmentBuilder:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -52,12 +52,19 @@ class Input:
 
 @dataclass(frozen=True)
 class SegmentStep:
-    """A compute segment: `gm(*inputs)` returns one tensor per slot of `outputs`."""
+    """A compute segment: `gm(*inputs)` returns one tensor per slot of `outputs`.
+
+    Attributes:
+        padded: replays give it the bucket's rows; else the live ones.
+        origins: name of a node of `gm` -> name of the node of the trace that it copies.
+    """
 
     index: int
     gm: GraphModule
     inputs: tuple[Ref | Size, ...]
     outputs: tuple[int, ...]
+    padded: bool = True
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,13 @@ class SplitGraph:
         given = enumerate(self.inputs)
         return tuple((index, x.spec) for index, x in given if x.spec is not None and not x.bound)
 
+    @cached_property
+    def symbols(self) -> tuple[sympy.Symbol, ...]:
+        """Size symbols of the arguments, in order of appearance."""
+        shapes = ((given.symbol,) if given.spec is None else given.spec.shape for given in self.inputs)
+        sizes = (size for shape in shapes for size in shape if size is not None)
+        return tuple(dict.fromkeys(found for size in sizes for found in sorted(size.free_symbols, key=str)))
+
     def spec(self, slot: int) -> TensorSpec:
         """Layout of the tensor in `slot`, as a `Ref` names it."""
         spec = self.specs[slot]
@@ -129,12 +143,6 @@ class SplitGraph:
         written = {self.storages[slot] for slot in slots}
         tensors = (i for i, given in enumerate(self.inputs) if given.spec is not None)
         return [self.inputs[index] for index in tensors if self.storages[index] in written]
-
-    def slots_outside_segments(self) -> list[int]:
-        """Tensors that splitting ops or the caller see, but not arguments that are handed back."""
-        handed_back = (slot for slot in references(self.outputs) if slot >= len(self.inputs))
-        calls = (slot for call in self.op_calls for slot in references((call.args, call.kwargs)))
-        return [*handed_back, *calls, *(slot for call in self.op_calls for _, slot in call.outputs)]
 
 
 def resolve(structure: Any, replace: Callable[[Ref | Size], Any]) -> Any:

@@ -1,0 +1,268 @@
+"""Every segment of a trace is proved to bear padding; what cannot be proved is cut out.
+
+Note [Cut out what is unproved]
+The proof (analysis/) names the nodes that it cannot answer for. They go to segments of their own, which
+replays run on the live rows, as they run a splitting op: between graphs, on views narrowed to the token
+count. The rest is padded. What crosses such a cut has to be narrowable: its sizes are constants or the
+token count itself. Where it is not, the nodes that make it or read it go to the same segment. Where no such
+cut exists (the caller's result has T + 1 rows), the trace serves exact sizes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from piecewise_graph import _torch
+from piecewise_graph.analysis.claims import Bounds, Claim, is_integer, live_claim, stored_claim
+from piecewise_graph.analysis.facts import SegmentFacts
+from piecewise_graph.analysis.proof import Finding, SegmentProof, analyse
+from piecewise_graph.compiler.segment_key import structure_key
+from piecewise_graph.splitter.split import Unsplittable, split
+from piecewise_graph.splitter.split_graph import OpCall, Ref, SegmentStep, SplitGraph, references
+from piecewise_graph.splitter.splitting_ops import bind_arguments, splitting_op_of, written_arguments
+
+# Between two unproved nodes, this many proved ones go with them: a graph for them costs more than it saves.
+_GAP = 8
+_FEW = 2**20  # elements that are read to find their bounds
+_ROUNDS = 8  # each grows the regions by the neighbours that the one before asked for
+
+
+@dataclass(frozen=True)
+class ProvedGraph:
+    """A split graph, and what may be padded in it.
+
+    Attributes:
+        facts: of each segment, by its structure.
+        unproved: SegmentStep.index -> what could not be proved in the segment, and why.
+        unpaddable: why the trace serves exact sizes only, or None.
+    """
+
+    split: SplitGraph
+    facts: Mapping[str, SegmentFacts]
+    unproved: Mapping[int, str]
+    unpaddable: str | None
+
+
+def prove_padding(
+    gm: GraphModule, example_inputs: Sequence[Any], compiler: str, largest: int, *, cut: bool
+) -> ProvedGraph:
+    """Split `gm` so that as much as possible of it may be padded.
+
+    Args:
+        example_inputs: the trace's arguments. What integer buffers hold now bounds them as indices.
+        compiler: what will compile the segments; part of the keys of `facts`.
+        largest: the largest bucket, in tokens.
+        cut: cut unproved regions out; else their segments are reported, for trials.
+
+    Raises:
+        Unsplittable: the graph has to stay whole.
+    """
+    prover = _Prover(compiler, largest)
+    bounds = _integer_bounds(example_inputs)
+    whole = _judge(split(gm), prover, bounds)
+    if whole.is_proved or not cut:
+        return whole.result()
+    wanted = set(whole.wanted)
+    for _ in range(_ROUNDS):
+        _fill_gaps(gm, wanted)
+        try:
+            judged = _judge(split(gm, wanted), prover, bounds)
+        except Unsplittable:
+            break
+        if judged.is_proved and judged.pads_something:
+            return judged.result()
+        if judged.is_stuck or judged.wanted <= wanted:
+            break
+        wanted |= judged.wanted
+    return replace(whole.result(), unpaddable=whole.unpaddable or "no_padding_proof")
+
+
+class _Prover:
+    """Proves each structure once per claims of its inputs."""
+
+    def __init__(self, compiler: str, largest: int) -> None:
+        self._compiler, self._largest = compiler, largest
+        self._known: dict[tuple[str, tuple[Claim | None, ...]], SegmentProof] = {}
+
+    def prove(
+        self, gm: GraphModule, claims: tuple[Claim | None, ...], tokens: Sequence[sympy.Symbol]
+    ) -> tuple[str, SegmentProof]:
+        """The key of the structure, and what is proved of it."""
+        digest = structure_key(gm, self._compiler).digest
+        proof = self._known.get((digest, claims))
+        if proof is None:
+            inputs = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
+            proof = analyse(gm, inputs, claims, tokens, self._largest)
+            self._known[digest, claims] = proof
+        return digest, proof
+
+
+def _integer_bounds(example_inputs: Sequence[Any]) -> dict[int, Bounds]:
+    """Bounds of small integer tensors among the arguments, by index."""
+    found = {}
+    for index, value in enumerate(example_inputs):
+        if isinstance(value, Tensor) and is_integer(value) and 0 < value.numel() <= _FEW:
+            low, high = value.aminmax() if value.dtype != torch.bool else (0, 1)
+            found[index] = Bounds.of(int(low), int(high) + 1)
+    return found
+
+
+def _judge(graph: SplitGraph, prover: _Prover, bounds: Mapping[int, Bounds]) -> _Judge:
+    """Judge the graph; what a buffer holds now says nothing where the trace itself writes it."""
+    judged = _Judge(graph, prover, bounds).run()
+    kept = {slot: bound for slot, bound in bounds.items() if graph.storages[slot] not in judged.written}
+    return judged if len(kept) == len(bounds) else _Judge(graph, prover, kept).run()
+
+
+class _Judge:
+    """One pass over the steps of a split graph, which carries claims from slot to slot.
+
+    Attributes:
+        wanted: names of the trace's nodes that have to be cut out, as far as this pass can tell.
+        is_stuck: some value cannot cross the cut that it has to cross.
+    """
+
+    def __init__(self, graph: SplitGraph, prover: _Prover, bounds: Mapping[int, Bounds]) -> None:
+        self.split, self.prover, self.bounds = graph, prover, bounds
+        self.tokens = graph.symbols if len(graph.symbols) == 1 else ()
+        self.claims: dict[int, Claim | None] = {}
+        self.facts: dict[str, SegmentFacts] = {}
+        self.unproved: dict[int, str] = {}
+        self.computes: dict[int, bool] = {}
+        self.wanted: set[str] = set()
+        self.is_stuck = False
+        self.unpaddable: str | None = None
+        self.makers: dict[int, tuple[int, str]] = {}  # slot -> the step and the node that made it
+        self.written: set[int | None] = set()  # storages
+
+    @property
+    def is_proved(self) -> bool:
+        return not (self.wanted or self.is_stuck)
+
+    @property
+    def pads_something(self) -> bool:
+        """Replays would save more than nothing."""
+        return any(step.padded and self.computes[step.index] for step in self.split.segments)
+
+    def result(self) -> ProvedGraph:
+        return ProvedGraph(self.split, self.facts, self.unproved, self.unpaddable)
+
+    def run(self) -> _Judge:
+        for slot, given in enumerate(self.split.inputs):
+            if given.spec is not None:
+                stored = given.bound or given.merged or given.constant is not None
+                self.claims[slot] = self._stored(slot) if stored else self._live(slot)
+        for step in self.split.steps:
+            if isinstance(step, SegmentStep):
+                self._segment(step)
+            else:
+                for call in step.calls:
+                    self._op(call)
+        for slot in references(self.split.outputs):
+            if slot >= len(self.split.inputs):
+                self._narrowed(slot)
+        self._refuse_torn_views()
+        return self
+
+    def _live(self, slot: int) -> Claim | None:
+        return live_claim(self.split.spec(slot), self.tokens)
+
+    def _stored(self, slot: int) -> Claim | None:
+        claim, bounds = stored_claim(self.split.spec(slot)), self.bounds.get(slot)
+        return replace(claim, live=bounds) if claim is not None and bounds is not None else claim
+
+    def _segment(self, step: SegmentStep) -> None:
+        made = next(node for node in reversed(step.gm.graph.nodes)).args[0]
+        assert isinstance(made, (tuple, list))
+        self.makers.update(
+            (slot, (step.index, step.origins[node.name]))
+            for slot, node in zip(step.outputs, made, strict=True)
+        )
+        given = tuple(self.claims.get(x.slot) if isinstance(x, Ref) else None for x in step.inputs)
+        digest, proof = self.prover.prove(step.gm, given, self.tokens)
+        self.facts[digest] = proof.facts
+        self.computes[step.index] = proof.facts.computes
+        written = [(i, x.slot) for i in proof.facts.written if isinstance(x := step.inputs[i], Ref)]
+        self.written |= {self.split.storages[slot] for _, slot in written}
+        if step.padded:
+            self.claims.update(zip(step.outputs, proof.outputs, strict=True))
+            self.claims.update(
+                (step.outputs[i], self._live(step.outputs[i])) for i in proof.facts.uninitialised
+            )
+            self.claims.update((slot, proof.inputs[index]) for index, slot in written)
+            if proof.findings:
+                self.unproved[step.index] = _text(proof.findings)
+                self.wanted |= {step.origins[found.node.name] for found in proof.findings}
+            return
+        self.unproved[step.index] = _text(proof.findings) or "beside what is unproved"
+        for slot in references(step.inputs):
+            self._narrowed(slot)
+        self.claims.update((slot, self._live(slot)) for slot in step.outputs)
+
+    def _op(self, call: OpCall) -> None:
+        for slot in references((call.args, call.kwargs)):
+            self._narrowed(slot)
+        for name, value in bind_arguments(call.target, call.args, call.kwargs):
+            if name in written_arguments(call.target):
+                for slot in references(value):
+                    self.written.add(self.split.storages[slot])
+                    self._written_by_op(slot)
+        for _, slot in call.outputs:
+            claim = self._live(slot)
+            self.claims[slot] = replace(claim, tail=None) if claim and call.op.padded else claim
+
+    def _written_by_op(self, slot: int) -> None:
+        """Live rows are live; the tail is what it was."""
+        before = self.claims.get(slot)
+        kept = before is not None and before.is_plain
+        self.claims[slot] = Claim(before.dims, tail=before.tail) if before and kept else self._live(slot)
+
+    def _narrowed(self, slot: int) -> None:
+        """The value is seen by an op, an unpadded segment or the caller, who get its live rows."""
+        claim = self.claims.get(slot)
+        if claim is not None and claim.is_plain:
+            return
+        if self._live(slot) is None or slot not in self.makers:
+            self.is_stuck, self.unpaddable = True, "derived_size"
+            return
+        index, node = self.makers[slot]
+        self.wanted.add(node)
+        self.unproved.setdefault(index, f"{node} (its rows are not in the order of the tokens)")
+
+    def _refuse_torn_views(self) -> None:
+        """What an unpadded segment returns is copied, so nothing that shares its storage may be written."""
+        for step in self.split.segments:
+            mine = {self.split.storages[slot] for slot in step.outputs}
+            others = {self.split.storages[slot] for slot in references(step.inputs)}
+            several = len(mine) < len(step.outputs)
+            if not step.padded and (mine & self.written) and (several or mine & others):
+                self.is_stuck = True
+
+
+def _text(findings: Sequence[Finding]) -> str:
+    """The first ops, which are the cause of the others."""
+    ops = list(dict.fromkeys(f"{found.op} ({found.why})" for found in findings))
+    return ", ".join(ops[:2]) + (f" and {len(ops) - 2} more" if len(ops) > 2 else "")
+
+
+def _fill_gaps(gm: GraphModule, wanted: set[str]) -> None:
+    """Add the few nodes between two wanted ones of a segment."""
+    gap: list[Node] | None = None  # since the last wanted node
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if splitting_op_of(node) is not None:
+            gap = None
+        elif node.name in wanted:
+            wanted.update(other.name for other in gap or ())
+            gap = []
+        elif gap is not None:
+            gap.append(node)
+            gap = gap if len(gap) <= _GAP else None

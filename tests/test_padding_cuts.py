@@ -1,0 +1,214 @@
+"""What cannot be proved to bear padding is cut out, or served at exact sizes: right, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+import toys
+from torch import Tensor, nn
+from toys import ops
+
+import piecewise_graph as pg
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+WIDTH = toys.WIDTH
+TABLE = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def table_of(x: Tensor) -> Tensor:
+    return TABLE.to(x.device)
+
+
+def causal_attention(x: Tensor) -> Tensor:
+    tokens = x.shape[0]
+    mask = torch.full((tokens, tokens), float("-inf"), device=x.device).triu(1)
+    return (x @ x.T / WIDTH**0.5 + mask).softmax(-1) @ x
+
+
+def quantised(x: Tensor) -> Tensor:
+    levels = (x / x.abs().amax() * 2.5 + 2.5).long().clamp(0, 5)
+    return table_of(x)[levels[:, 0]]
+
+
+# Trials of padding with NaN, scaled and copied tails find nothing in most of these.
+ADVERSARIAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "counts zero rows": lambda x: x * (1 + (x == 0).all(-1).sum()),
+    "all": lambda x: x + x.all(),
+    "ifft over tokens": lambda x: torch.fft.ifft(x, dim=0).real,
+    "ihfft over tokens": lambda x: torch.fft.ihfft(x, dim=0).real.sum(0),
+    "quantised by the maximum": quantised,
+    "index by the mean": lambda x: table_of(x)[((x - x.mean(0)) * 2).long().clamp(0, 5)[:, 0]],
+    "mode": lambda x: x + x.round().mode(0).values,
+    "as_strided of a view": lambda x: x[:, 1:].as_strided((x.shape[0],), (WIDTH,), 2)[:, None] + x,
+    "last row": lambda x: x * x[-1:],
+    "median": lambda x: x - x.median(0).values,
+    "mask": lambda x: x * (x.sum(-1) > x.sum(-1).mean())[:, None],
+    "roll": lambda x: x + x.roll(1, 0),
+    "number of tokens": lambda x: x / x.shape[0],
+    "uncut attention": causal_attention,
+    "var": lambda x: x / (x.var(0, unbiased=False) + 1),
+    "argmax over tokens": lambda x: x + x[x.argmax(0), 0],
+    "batch statistics": lambda x: F.batch_norm(x, None, None, training=True),
+}
+
+
+@pytest.mark.parametrize("around", ["alone", "in a model"])
+@pytest.mark.parametrize("formula", ADVERSARIAL.values(), ids=ADVERSARIAL)
+def test_rows_that_depend_on_others_are_right(
+    formula: Callable[[Tensor], Tensor], around: str, device: torch.device
+) -> None:
+    def model(x: Tensor) -> Tensor:
+        if around == "alone":
+            return formula(x)
+        return ops.mix(formula(ops.mix(x * 2) + 1) * 3) + x
+
+    fast = toys.compiled(model, max_tokens=16, capture_sizes=[1, 2, 4, 8, 16])
+    for tokens in (10, 16, 9, 3, 10, 2, 9, 9, 5):
+        x = toys.rows(tokens, device)
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+    counts = pg.counters.snapshot()
+    served_apart = counts["unpadded_segments"] + counts["fallbacks"]
+    assert served_apart > 0, "it was padded"
+
+
+def test_smallest_unproved_region_is_cut_out(device: torch.device) -> None:
+    """Softmax and the product over tokens run on live rows, the linears around them in graphs."""
+    before, after = nn.Linear(WIDTH, WIDTH).to(device), nn.Linear(WIDTH, WIDTH).to(device)
+
+    def model(x: Tensor) -> Tensor:
+        return after(causal_attention(before(x)))
+
+    fast = toys.compiled(model, capture_sizes=[8])
+    counts = (8, 3, 5, 8)
+    with pg.counters.expect(captures=2, unpadded_segments=3, replays=3, fallbacks=0):
+        for tokens in counts:
+            x = toys.rows(tokens, device)
+            torch.testing.assert_close(fast(x), model(x))
+    [found] = pg.explain(fast).traces[0].padding.values()
+    assert found == "not proved: aten::_softmax (over tokens), aten::mm (contracts tokens)"
+
+
+def test_derived_sizes_get_graphs_of_their_own_when_they_return(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.cat([x, x * 2])  # twice as many rows
+
+    fast = toys.compiled(model, max_tokens=16, capture_sizes=[4, 16])
+    rounds = 3
+    with pg.counters.expect(captures=2, tapes=2, replays=2 * (rounds - 2), **{"fallbacks:derived_size": 2}):
+        for _ in range(rounds):
+            for tokens in (5, 7):
+                x = toys.rows(tokens, device)
+                torch.testing.assert_close(fast(x), model(x))
+    assert [bucket.tokens for bucket in pg.explain(fast).traces[0].buckets] == [5, 7]
+
+
+def test_exact_sizes_are_bounded_and_the_least_recently_used_goes(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.cat([x, x * 2])
+
+    fast = toys.compiled(model, max_tokens=32, capture_sizes=[32])
+    for tokens in (*range(1, 9), *range(1, 9), 1, 9, 9):  # 1 was used since, so 2 goes for 9
+        x = toys.rows(tokens, device)
+        torch.testing.assert_close(fast(x), model(x))
+    assert [bucket.tokens for bucket in pg.explain(fast).traces[0].buckets] == [1, *range(3, 10)]
+    x = toys.rows(2, device)
+    with pg.counters.expect(captures=1, fallbacks=0):  # it comes again
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_sealed_model_captures_no_exact_size(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.cat([x, x * 2])
+
+    fast = toys.compiled(model, capture_sizes=[4, 8])
+    fast(toys.rows(3, device))
+    pg.capture(fast, lambda tokens: (toys.rows(tokens, device),), progress=False)
+    with pg.counters.expect(captures=0, **{"fallbacks:derived_size": 2}):
+        for _ in range(2):
+            fast(toys.rows(3, device))
+
+
+def test_frozen_call_follows_an_exact_size(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.cat([x, x * 2])
+
+    fast = toys.compiled(model, capture_sizes=[8])
+    frozen = pg.freeze(fast, toys.rows(5, device))
+    for tokens in (5, 3, 5, 3, 5, 3):
+        x = toys.rows(tokens, device)
+        torch.testing.assert_close(frozen(x), model(x))
+    with pg.counters.expect(replays=2, fallbacks=0):
+        for tokens in (5, 3):
+            x = toys.rows(tokens, device)
+            torch.testing.assert_close(frozen(x), model(x))
+
+
+def test_trials_stand_in_for_the_proof_on_request(device: torch.device) -> None:
+    """A function that the proof does not know; and one that trials with zeros refute."""
+
+    def harmless(x: Tensor) -> Tensor:
+        return ops.mix(x) + x.flip(0).flip(0)
+
+    proved = toys.compiled(harmless, capture_sizes=[8])
+    tried = toys.compiled(harmless, capture_sizes=[8], padding="tried")
+    zeros = toys.compiled(ADVERSARIAL["counts zero rows"], capture_sizes=[8], padding="tried")
+    for fast, model, unpadded in (
+        (proved, harmless, 2),
+        (tried, harmless, 0),
+        (zeros, ADVERSARIAL["counts zero rows"], 2),
+    ):
+        with pg.counters.expect(replays=2, unpadded_segments=unpadded):
+            for tokens in (8, 5, 7):
+                x = toys.rows(tokens, device)
+                torch.testing.assert_close(fast(x), model(x))
+
+
+def test_integers_that_an_op_returns_are_zero_past_the_live_rows(device: torch.device) -> None:
+    """What an earlier, longer batch left there would be looked up in a smaller table."""
+
+    def model(x: Tensor) -> Tensor:
+        return ops.mix(table_of(x)[ops.places(x, 5)]) + ops.mix(table_of(x)[:2][ops.places(x, 1)])
+
+    fast = toys.compiled(model, capture_sizes=[8])
+    with pg.counters.expect(replays=2, unpadded_segments=0, fallbacks=0):
+        for tokens in (8, 8, 3):
+            x = toys.rows(tokens, device)
+            torch.testing.assert_close(fast(x), model(x))
+
+
+def test_region_that_writes_in_place_reaches_later_readers(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        y -= y.mean(0)
+        return ops.mix(y) + y
+
+    fast = toys.compiled(model, capture_sizes=[8])
+    for tokens in (8, 5, 3, 8):
+        x = toys.rows(tokens, device)
+        torch.testing.assert_close(fast(x), model(x))
+    assert pg.counters.snapshot()["fallbacks"] == 0
+
+
+def test_written_view_of_a_region_is_not_torn(device: torch.device) -> None:
+    """A region returns a view, which is written later: a copy of it would not change its base."""
+
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        last = y[-1:]
+        z = ops.mix(y)
+        last += 1
+        return y + z
+
+    fast = toys.compiled(model, capture_sizes=[8])
+    for tokens in (8, 5, 3, 5, 8):
+        x = toys.rows(tokens, device)
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_option_is_checked() -> None:
+    with pytest.raises(pg.errors.ConfigError, match="padding"):
+        pg.compile(nn.Identity(), padding="perhaps")
