@@ -12,7 +12,14 @@ from house import FILES, GRAPH, HOUSE, code_lines, module_of, parsed, room_of
 from test_architecture import CORE, LEVELS
 
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
-LONG_FILES = {"errors": 480, "_torch": 490, "rules": 800, "claims": 420}
+LONG_FILES = {
+    "errors": 480,
+    "_torch": 500,
+    "rules": 800,
+    "claims": 430,
+    "proof": 360,
+    "padding_functions": 400,
+}
 
 
 def floors(graph: Mapping[str, Collection[str]]) -> int:
@@ -66,13 +73,13 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1438,
+    "beside": 1475,
     "kernels": 434,
-    "splitter": 731,
+    "splitter": 753,
     "analysis": 1500,
     "compiler": 1200,
     "recorder": 1000,
-    "runtime": 740,
+    "runtime": 741,
     "frontend": 822,
     "custom_ops": 3216,
     "eagle": 2943,
