@@ -7,13 +7,15 @@ let every segment check what it is given.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from internals import require_layouts
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from toys import ABOVE, COUNTS, REPLAYS, WIDTH, check, ops
+from toys import ABOVE, COUNTS, REPLAYS, WIDTH, assert_same, check, compiled, ops, rows
 
 import piecewise_graph as pg
 
@@ -87,3 +89,45 @@ def test_buffer_is_shared_by_the_segments_of_a_forward(device: torch.device) -> 
         for f in (plain, relaid)
     ]
     assert found[1] - found[0] <= 2 * 8 * WIDTH * 4  # bytes of 8 tokens, twice
+
+
+# --- torch's own attention ----------------------------------------------------------------------------
+
+
+def one_kv_head(x: Tensor, *, mask: bool) -> Tensor:
+    """Multi-query attention as transformers traces it: one head of keys and values, expanded."""
+    q = (x * 2).view(1, -1, HEADS, WIDTH // HEADS).transpose(1, 2)
+    kv = q[:, :1].expand(-1, HEADS, -1, -1)
+    tril = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool, device=x.device).tril() if mask else None
+    return scaled_dot_product_attention(q, kv, kv, attn_mask=tril)[0].transpose(0, 1).flatten(1) + x
+
+
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+@pytest.mark.parametrize("mask", [True, False])
+def test_torch_attention_gets_dense_keys(
+    mask: bool, graphs: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's memory-efficient kernel reads expanded ones wrongly at some sizes."""
+    model = partial(one_kv_head, mask=mask)
+    call = compiled(model, cuda_graphs=graphs)
+    original, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+        seen.extend([*k.stride(), *v.stride()])
+        return original(q, k, v, *args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    for count in (3, 3, 4):
+        x = rows(count, device)
+        assert_same(call(x), model(x))
+    assert seen and 0 not in seen
+
+
+@pytest.mark.gpu
+def test_multi_query_attention_under_a_mask_at_every_size_up_to_130() -> None:
+    device = torch.device("cuda")
+    model = partial(one_kv_head, mask=True)
+    fast = compiled(model, capture_sizes=[64], max_tokens=64)
+    for count in range(1, 131):
+        x = rows(count, device)
+        assert_same(fast(x).cpu().double(), model(x.cpu().double()))

@@ -39,7 +39,7 @@ from piecewise_graph.splitter.split_graph import (
     SplitGraph,
     Step,
 )
-from piecewise_graph.splitter.splitting_ops import leaked_op, may_write, op_overload, splitting_op_of
+from piecewise_graph.splitter.splitting_ops import callable_of, leaked_op, may_write, splitting_op_of
 
 
 class Unsplittable(Exception):
@@ -239,10 +239,7 @@ class _Lowering:
             raise Unsplittable("a_tuple_crosses_a_cut")
         op = splitting_op_of(node)
         assert op is not None and callable(node.target)
-        # One resolved overload dispatches faster than a packet, and Python builtins stay as they are.
-        packet = isinstance(node.target, _torch.OpOverloadPacket)
-        target = (op_overload(node.target) if packet else None) or node.target
-        return OpCall(op, target, tuple(args), dict(kwargs), outputs)
+        return OpCall(op, callable_of(op, node.target), tuple(args), dict(kwargs), outputs)
 
     def _segment_step(self, group: _Group, position: int) -> SegmentStep | None:
         inside = set(group.nodes)

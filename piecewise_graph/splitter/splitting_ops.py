@@ -23,6 +23,7 @@ from torch.fx import Node
 
 from piecewise_graph._torch import OpOverload, OpOverloadPacket
 from piecewise_graph.errors import SplittingOpError
+from piecewise_graph.splitter.torch_attention import scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class SplittingOp:
     bind: Callable[..., Callable[[], Any]] | None = None
 
 
+_SDPA = "aten::scaled_dot_product_attention"
 _registry: dict[str, SplittingOp] = {}
 _builtins: dict[Callable[..., Any], str] = {}
 
@@ -107,6 +109,16 @@ def op_overload(target: Any) -> OpOverload | None:
         return None
     packet = target if isinstance(target, OpOverloadPacket) else _resolve(name)
     return getattr(packet, packet.overloads()[0])
+
+
+def callable_of(op: SplittingOp, target: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs in place of `target`, the op as it stands in a graph.
+
+    One resolved overload dispatches faster than a packet, and Python builtins stay as they are.
+    """
+    if op.name == _SDPA:
+        return scaled_dot_product_attention
+    return (op_overload(target) if isinstance(target, OpOverloadPacket) else None) or target
 
 
 def written_arguments(target: Any) -> frozenset[str]:
@@ -215,4 +227,5 @@ def _python_callables(name: str) -> Iterator[Callable[..., Any]]:
                 yield candidate
 
 
-register_splitting_op("aten::scaled_dot_product_attention")
+register_splitting_op(_SDPA)
+_builtins[scaled_dot_product_attention] = _SDPA
