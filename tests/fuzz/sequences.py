@@ -142,7 +142,8 @@ def _step(random: Random, palette: Sequence[int], copies: int, mode: str) -> Ste
         return _call(random, palette, copies, mode)
     if drawn < 0.82:
         return _call(random, palette, copies, mode, "frozen")
-    kinds = ("update", "update", "replace", "move", "reset", "dynamo_reset", "train", "eval", "kept")
+    kinds = ("update", "update", "update", "replace", "replace", "move", "reset", "reset", "kept")
+    kinds += ("dynamo_reset", "train", "eval")
     return Step(random.choice(kinds), random.randrange(2**31), random.randrange(copies))
 
 
