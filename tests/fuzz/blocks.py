@@ -1,7 +1,7 @@
 """What random programs are made of: blocks, each a few lines of Python from rows `h` to rows `h`.
 
-`h` is `[T, 8]` or `[batch, T, 8]`. So every block counts from the right: tokens are dimension -2, features -1,
-and a block can be left out of a program or put after any other.
+`h` is `[T, 8]` or `[batch, T, 8]`. So every block counts from the right: tokens are dimension -2, features
+-1. A block can be left out of a program or put after any other.
 
 A catalogue maps a block's name to its text. In a text:
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fuzz.ops import OpCase, op_cases, run_op
-from fuzz.rows import Rows, shard
+from fuzz.ops import op_cases, run_op
+from fuzz.rows import Row, Rows, shard
 from fuzz.sequences import Case
 from fuzz.shrink import shrink
-from fuzz.trial import Row, case_of, run_case, run_seed
+from fuzz.trial import case_of, run_case, run_seed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,10 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "replay":
         return _replay(given, device)
     if given.command == "programs":
-        found = range(given.seed, given.seed + given.count)
-        return _sweep(given, found, lambda seed: seed, lambda seed: run_seed(seed, given.compiler, device))
-    cases = op_cases(given.samples, given.op)
-    return _sweep(given, cases, OpCase.__str__, lambda case: run_op(case, given.compiler, device))
+        items: Sequence[Any] = range(given.seed, given.seed + given.count)
+        run: Callable[[Any], Row] = partial(run_seed, compiler=given.compiler, device=device)
+        return _sweep(given, items, int, run)
+    return _sweep(
+        given, op_cases(given.samples, given.op), str, partial(run_op, compiler=given.compiler, device=device)
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,8 +69,7 @@ def _sweep(
 ) -> int:
     rows, start = Rows(given.resume), time.perf_counter()
     todo = [item for item in shard(items, given.shard) if name(item) not in rows.done]
-    for item in todo:
-        row = run(item)
+    for item, row in zip(todo, _run_all(run, todo, given.jobs), strict=True):
         rows.add(row)
         if row.verdict not in ("right", "invalid"):
             print(f"{row.seed}: {row.verdict}: {row.reason}", flush=True)
@@ -87,6 +90,16 @@ def _sweep(
             f"python -m tests.fuzz replay {rows.failed[0].seed} --compiler {given.compiler}", file=sys.stderr
         )
     return bool(rows.failed)
+
+
+def _run_all(run: Callable[[Any], Row], items: Sequence[Any], jobs: int) -> Iterator[Row]:
+    """Rows in the order of `items`; with several jobs, from processes of their own."""
+    if jobs == 1:
+        yield from map(run, items)
+        return
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(jobs, torch.set_num_threads, (1,), maxtasksperchild=100) as pool:
+        yield from pool.imap(run, items)
 
 
 def _replay(given: argparse.Namespace, device: torch.device) -> int:

@@ -21,9 +21,11 @@ from torch.utils import _pytree as pytree
 
 import piecewise_graph as pg
 from fuzz.compare import SHAKES, difference, shake, snapshot
-from fuzz.trial import FOLLOWED, Failure, Row, line_of, place_of, quietly_in_time
+from fuzz.pairs import Failure, line_of, place_of, quietly_in_time, served
+from fuzz.rows import FOLLOWED, Row
 
-TOKENS = (5, 8, 3, 7, 8, 1, 2)
+TOKENS = (5, 8, 3, 7, 1)
+Places = Sequence[tuple[int, int]]  # (leaf, dimension of it that counts tokens)
 BUCKETS = [4, 8]
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
 # Their values are whatever the memory held.
@@ -74,7 +76,7 @@ def _first(sample: Any) -> Any:
 
 
 def op_cases(samples: int, name: str | None = None) -> list[OpCase]:
-    """The cases of all ops: of each the `samples` largest samples, and every dimension of their first tensor."""
+    """Of each op the `samples` largest samples, and of those every dimension of the first tensor."""
     return [
         case for key, info in _infos().items() if name in (None, key[0]) for case in _cases(info, samples)
     ]
@@ -108,6 +110,8 @@ def run_op(case: OpCase, compiler: str, device: torch.device) -> Row:
                 verdict, reason = "invalid", "eager takes no other size there"
     except Failure as failure:
         verdict, reason = failure.verdict, failure.reason
+    except Exception as error:
+        verdict, reason = "error", f"the comparison raised {error!r}"
     moved = {name: n - before.get(name, 0) for name, n in pg.counters.snapshot().items()}
     kept = {name: n for name, n in moved.items() if n and name.partition(":")[0] in FOLLOWED}
     return Row(str(case), verdict, reason, kept, round(time.perf_counter() - start, 3))
@@ -122,50 +126,53 @@ class _Op:
         tree = (sample.input, tuple(sample.args), dict(sample.kwargs))
         self.leaves, self.spec = pytree.tree_flatten(tree)
         self.call = _infos()[case.op, case.variant].op
-        size = self.leaves[0].shape[case.dim]
-        self.followers = [
-            i
-            for i, leaf in enumerate(self.leaves)
-            if i and isinstance(leaf, Tensor) and leaf.ndim > case.dim and leaf.shape[case.dim] == size
+        size, ndim = self.leaves[0].shape[case.dim], self.leaves[0].ndim
+        tensors = [(i, leaf) for i, leaf in enumerate(self.leaves) if i and isinstance(leaf, Tensor)]
+        by_place = [(i, case.dim) for i, t in tensors if t.ndim > case.dim and t.shape[case.dim] == size]
+        from_right = case.dim - ndim  # as broadcasting aligns them
+        by_broadcast = [
+            (i, t.ndim + from_right)
+            for i, t in tensors
+            if t.ndim >= -from_right and t.shape[from_right] == size
         ]
+        first = [(0, case.dim)]
+        self.choices = [first, first + by_place, first + by_broadcast]  # which leaves take tokens, and where
 
     def run(self, compiler: str) -> bool:
         """Compare calls of several sizes; False where eager takes only the sample's own."""
-        for chosen in ([0], [0, *self.followers]):
+        for chosen in self.choices:
             sizes = [n for n in TOKENS if self._eager(chosen, n) is not None]
-            if len(sizes) > 3:
+            if len(sizes) > 2:
                 self._compare(chosen, sizes, compiler)
                 return True
-            if not self.followers:
-                break
         return False
 
-    def _function(self, chosen: Sequence[int], leaves: Sequence[Any]) -> Any:
+    def _function(self, chosen: Places, leaves: Sequence[Any]) -> Any:
         call, spec, rest = self.call, self.spec, list(leaves)
 
         def function(x: Tensor, *others: Tensor) -> Any:
             filled = list(rest)
-            for index, value in zip(chosen, (x, *others), strict=True):
+            for (index, _), value in zip(chosen, (x, *others), strict=True):
                 filled[index] = value
             given, args, kwargs = pytree.tree_unflatten(filled, spec)
             return call(given, *args, **kwargs)
 
         return function
 
-    def _inputs(self, chosen: Sequence[int], tokens: int, seed: int = 0) -> list[Tensor]:
-        """Rows of the sample, drawn again and again until there are `tokens`; then moved, so that none are equal."""
+    def _inputs(self, chosen: Places, tokens: int, seed: int = 0) -> list[Tensor]:
+        """`tokens` rows drawn from the sample's, then moved, so that no two are equal."""
         generator = torch.Generator().manual_seed(1000 * seed + tokens)
         found = []
-        for index in chosen:
+        for index, dim in chosen:
             leaf = self.leaves[index]
-            rows = torch.randint(leaf.shape[self.case.dim], (tokens,), generator=generator)
-            value = leaf.detach().index_select(self.case.dim, rows)
+            rows = torch.randint(leaf.shape[dim], (tokens,), generator=generator)
+            value = leaf.detach().index_select(dim, rows)
             if value.is_floating_point() or value.is_complex():
                 value = value * (1 + 0.05 * torch.rand(value.shape, generator=generator))
             found.append(value.to(self.device))
         return found
 
-    def _eager(self, chosen: Sequence[int], tokens: int) -> Any:
+    def _eager(self, chosen: Places, tokens: int) -> Any:
         """Eager's answer with the inputs after the call, or None where it raises."""
         leaves = [leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         given = self._inputs(chosen, tokens)
@@ -175,7 +182,7 @@ class _Op:
         except Exception:
             return None
 
-    def _compare(self, chosen: Sequence[int], sizes: Sequence[int], compiler: str) -> None:
+    def _compare(self, chosen: Places, sizes: Sequence[int], compiler: str) -> None:
         leaves = [leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         pool = pg.GraphPool(poison=self.device.type == "cpu")
         options = {"compiler": compiler, "capture_sizes": BUCKETS, "max_tokens": BUCKETS[-1], "pool": pool}
@@ -183,14 +190,14 @@ class _Op:
         fast = pg.compile(function, token_dim={"x": self.case.dim}, **options)
         for tokens in sizes:
             wanted, given = self._eager(chosen, tokens), self._inputs(chosen, tokens)
-            served = _served()
+            before = served()
             torch.manual_seed(7)
             try:
                 got = snapshot((fast(*given), given))
             except Exception as error:
                 self._raised(function, chosen, tokens, compiler, error)
                 return
-            if _served() == served:
+            if served() == before:
                 raise Failure("error", f"T = {tokens}: neither replayed nor counted as a fallback")
             if self._is_chance():
                 got, wanted = _shapes(got), _shapes(wanted)
@@ -207,7 +214,7 @@ class _Op:
         """The op draws numbers, or returns memory as it is: only shapes can be compared."""
         return self.case.op in UNINITIALISED or bool(pg.counters.snapshot().get("fallbacks:random_numbers"))
 
-    def _exact(self, chosen: Sequence[int], tokens: int) -> Any:
+    def _exact(self, chosen: Places, tokens: int) -> Any:
         leaves = [_wide(leaf) for leaf in self.leaves]
         given = [_wide(t.cpu()) for t in self._inputs(chosen, tokens)]
         try:
@@ -215,7 +222,7 @@ class _Op:
         except Exception:  # no kernel for float64: eager is what there is
             return self._eager(chosen, tokens)
 
-    def _shaken(self, chosen: Sequence[int], tokens: int) -> list[Any]:
+    def _shaken(self, chosen: Places, tokens: int) -> list[Any]:
         found = []
         for number in range(SHAKES):
             generator = torch.Generator().manual_seed(number)
@@ -224,21 +231,19 @@ class _Op:
             found.append(snapshot((self._function(chosen, leaves)(*given), given)))
         return found
 
-    def _raised(
-        self, function: Any, chosen: Sequence[int], tokens: int, compiler: str, error: Exception
-    ) -> None:
+    def _raised(self, function: Any, chosen: Places, tokens: int, compiler: str, error: Exception) -> None:
         told = f"T = {tokens}: {type(error).__name__}: {line_of(error)}{place_of(error)}"
         plain = self._plain(function, chosen, tokens, compiler)
         raise Failure("torch" if isinstance(plain, Exception) else "error", told) from error
 
-    def _wrong(self, function: Any, chosen: Sequence[int], tokens: int, compiler: str, told: str) -> None:
+    def _wrong(self, function: Any, chosen: Places, tokens: int, compiler: str, told: str) -> None:
         plain, wanted = self._plain(function, chosen, tokens, compiler), self._eager(chosen, tokens)
         same = isinstance(plain, Exception) or difference(
             plain, wanted, lambda: self._exact(chosen, tokens), lambda: self._shaken(chosen, tokens)
         )
         raise Failure("torch" if same else "wrong", f"T = {tokens}: {told}")
 
-    def _plain(self, function: Any, chosen: Sequence[int], tokens: int, compiler: str) -> Any:
+    def _plain(self, function: Any, chosen: Places, tokens: int, compiler: str) -> Any:
         """What plain torch.compile answers, or what it raised."""
         torch._dynamo.reset()
         given = self._inputs(chosen, tokens)
@@ -261,8 +266,3 @@ def _wide(leaf: Any) -> Any:
 
 def _shapes(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: (tuple(t.shape), t.dtype), tree)
-
-
-def _served() -> int:
-    found = pg.counters.snapshot()
-    return found["tapes"] + found["replays"] + found["fallbacks"]

@@ -74,7 +74,7 @@ class Program:
 
     @property
     def token_dim(self) -> dict[str, int]:
-        """What pg.compile is told: the token dimension of the first input; the others follow by their size."""
+        """What pg.compile is told: where the first input counts tokens; the others follow by size."""
         return {"x": len(self.batch)}
 
     @property

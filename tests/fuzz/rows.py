@@ -5,11 +5,33 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fuzz.trial import Row
+FOLLOWED = ("tapes", "replays", "fallbacks", "unpadded_segments", "traces")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a seed.
+
+    Attributes:
+        verdict: "right"; "invalid": eager raised at every call; "torch": plain torch.compile does the same
+            wrong; "wrong"; "error".
+        reason: of a verdict that is not "right", or what was refused.
+        counters: how the calls were served.
+    """
+
+    seed: int | str
+    verdict: str
+    reason: str = ""
+    counters: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.verdict in ("wrong", "error")
 
 
 class Rows:

@@ -37,8 +37,9 @@ class Step:
     """One step of a sequence.
 
     Attributes:
-        kind: "call", "frozen" (a call of a frozen callable), "capture", "update" (weights in place), "replace"
-            (a Parameter), "move" (a weight's storage), "reset", "dynamo_reset", "train", "eval", "kept".
+        kind: "call", "frozen" (a call of a frozen callable), "capture", "update" (weights in place),
+            "replace" (a Parameter), "move" (a weight's storage), "reset", "dynamo_reset", "train", "eval",
+            "kept" (look at earlier answers).
         seed: of the numbers that the step draws.
         copy: which of the compiled copies it concerns.
         mode: around a call: "no_grad", "inference", "grad".

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import logging
-import signal
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
 from random import Random
 from typing import Any
 
@@ -19,42 +15,26 @@ from torch.utils import _pytree as pytree
 
 import piecewise_graph as pg
 from fuzz.compare import SHAKES, difference, same, shake, snapshot
+from fuzz.pairs import (
+    Failure,
+    Pair,
+    close,
+    copy_state,
+    exact,
+    line_of,
+    mode_around,
+    outcome,
+    place_of,
+    quietly_in_time,
+    run,
+    served,
+    snapshot_inputs,
+    state,
+)
 from fuzz.programs import random_program
+from fuzz.rows import FOLLOWED, Row
 from fuzz.sequences import Case, Step, inputs_of, random_sequence
 from piecewise_graph.errors import AddressMovedError, CaptureError, FreezeError, PiecewiseError, TokenDimError
-
-LONGEST_S = 180
-FOLLOWED = ("tapes", "replays", "fallbacks", "unpadded_segments", "traces")
-
-
-@dataclass(frozen=True)
-class Row:
-    """What became of a seed.
-
-    Attributes:
-        verdict: "right"; "invalid": eager raised at every call; "torch": plain torch.compile does the same
-            wrong; "wrong"; "error".
-        reason: of a verdict that is not "right", or what was refused.
-        counters: how the calls were served.
-    """
-
-    seed: int | str
-    verdict: str
-    reason: str = ""
-    counters: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    @property
-    def failed(self) -> bool:
-        return self.verdict in ("wrong", "error")
-
-
-class Failure(Exception):
-    """A verdict other than "right", and its reason."""
-
-    def __init__(self, verdict: str, reason: str) -> None:
-        super().__init__(verdict, reason)
-        self.verdict, self.reason = verdict, reason
 
 
 def case_of(seed: int) -> Case:
@@ -83,36 +63,11 @@ def run_case(case: Case, compiler: str, device: torch.device, seed: int | str = 
             reason = "; ".join(told)
     except Failure as failure:
         verdict, reason = failure.verdict, failure.reason
+    except Exception as error:
+        verdict, reason = "error", f"the comparison raised {error!r}"
     moved = {name: n - before.get(name, 0) for name, n in pg.counters.snapshot().items()}
     kept = {name: n for name, n in moved.items() if n and name.partition(":")[0] in FOLLOWED}
     return Row(seed, verdict, reason, kept, round(time.perf_counter() - start, 3))
-
-
-@contextmanager
-def quietly_in_time() -> Iterator[None]:
-    def late(*_: Any) -> None:
-        raise Failure("error", f"took longer than {LONGEST_S} s")
-
-    previous, level = signal.signal(signal.SIGALRM, late), logging.root.manager.disable
-    signal.alarm(LONGEST_S)
-    logging.disable()  # torch reports what it could not trace; the verdict says so
-    try:
-        yield
-    finally:
-        logging.disable(level)
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
-
-
-@dataclass
-class _Copy:
-    """A model and its compiled form, and beside it the same model for eager."""
-
-    model: nn.Module
-    fast: Callable[..., Any]
-    eager: nn.Module
-    frozen: Callable[..., Any] | None = None
-    moved: bool = False  # storage of a weight moved, and graphs were not dropped since
 
 
 class _Trial:
@@ -129,14 +84,14 @@ class _Trial:
         self.eager_errors: list[str] = []
         self.kept: list[tuple[Step, Any, Any, Any]] = []
 
-    def _compiled(self, eager: nn.Module) -> _Copy:
+    def _compiled(self, eager: nn.Module) -> Pair:
         model = copy.deepcopy(eager)
         options = dict(self.case.sequence.options) | {"compiler": self.compiler, "pool": self.pool}
         if self.case.sequence.entry == "pg.compile":
             fast = pg.compile(model, token_dim=self.case.program.token_dim, **options)
         else:
             fast = torch.compile(model, backend="piecewise", options=options)
-        return _Copy(model, fast, copy.deepcopy(eager))
+        return Pair(model, fast, copy.deepcopy(eager))
 
     def run(self) -> None:
         for step in self.case.sequence.steps:
@@ -148,65 +103,65 @@ class _Trial:
 
     # --- calls ---
 
-    def _call(self, step: Step, subject: _Copy) -> None:
+    def _call(self, step: Step, subject: Pair) -> None:
         self._answered(step, subject, subject.fast)
 
-    def _frozen(self, step: Step, subject: _Copy) -> None:
+    def _frozen(self, step: Step, subject: Pair) -> None:
         """Freeze where no frozen callable is, then call it."""
         if subject.frozen is None:
             example = inputs_of(self.case.program, step, self.device)
             try:
-                with _mode(step.mode):
+                with mode_around(step.mode):
                     subject.frozen = pg.freeze(subject.fast, **example)
             except FreezeError as error:
                 self.refused.append(f"FreezeError: {line_of(error)}")
             except Exception as error:
                 self._raised(step, subject, error, "pg.freeze")
             finally:
-                _copy_state(subject.model, subject.eager)
+                copy_state(subject.model, subject.eager)
         self._answered(step, subject, subject.frozen or subject.fast)
 
-    def _answered(self, step: Step, subject: _Copy, fast: Callable[..., Any]) -> None:
+    def _answered(self, step: Step, subject: Pair, fast: Callable[..., Any]) -> None:
         given = inputs_of(self.case.program, step, self.device)
         theirs, before = snapshot_inputs(given), copy.deepcopy(subject.eager)
-        with _mode(step.mode):
-            wanted, raised = _outcome(subject.eager, theirs)
-        served = _served()
+        with mode_around(step.mode):
+            wanted, raised = outcome(subject.eager, theirs)
+        count = served()
         try:
-            with _mode(step.mode):
+            with mode_around(step.mode):
                 got = fast(**given)
         except Exception as error:
-            _copy_state(subject.eager, subject.model)
+            copy_state(subject.eager, subject.model)
             if raised is None:
                 self._refused_or_raised(step, subject, error)
             self.eager_errors.append(repr(raised))
             return
         if raised is not None:  # eager's errors are not part of any contract
             self.eager_errors.append(repr(raised))
-            _copy_state(subject.model, subject.eager)
+            copy_state(subject.model, subject.eager)
             return
-        if self.case.sequence.entry == "pg.compile" and _served() == served:
+        if self.case.sequence.entry == "pg.compile" and served() == count:
             raise Failure("error", "the call was neither replayed nor counted as a fallback")
         self.answers += 1
         told = self._difference(
-            step, before, snapshot((got, given, _state(subject.model))), wanted, theirs, subject
+            step, before, snapshot((got, given, state(subject.model))), wanted, theirs, subject
         )
         if told is not None:
             self._wrong(step, before, told)
         if dict(self.case.sequence.options).get("outputs") != "static":
             self.kept.append((step, got, snapshot(got), wanted))
-        _copy_state(subject.model, subject.eager)
+        copy_state(subject.model, subject.eager)
 
     def _difference(
-        self, step: Step, before: nn.Module, found: Any, wanted: Any, theirs: Any, subject: _Copy
+        self, step: Step, before: nn.Module, found: Any, wanted: Any, theirs: Any, subject: Pair
     ) -> str | None:
         names = ("output", "inputs after the call", "buffers")
-        trees = (wanted, theirs, _state(subject.eager))
+        trees = (wanted, theirs, state(subject.eager))
         for index, name in enumerate(names):
             told = difference(
                 found[index],
                 trees[index],
-                lambda index=index: _exact(before, inputs_of(self.case.program, step, self.device))[index],
+                lambda index=index: exact(before, inputs_of(self.case.program, step, self.device))[index],
                 lambda index=index: self._shaken(before, step, index),
             )
             if told is not None:
@@ -221,7 +176,7 @@ class _Trial:
             for t in (*model.parameters(), *model.buffers()):
                 t.data.copy_(shake(t.data, generator))
             inputs = inputs_of(self.case.program, step, self.device)
-            found.append(_run(model, {n: shake(t, generator) for n, t in inputs.items()})[index])
+            found.append(run(model, {n: shake(t, generator) for n, t in inputs.items()})[index])
         return found
 
     def _wrong(self, step: Step, before: nn.Module, told: str) -> None:
@@ -232,14 +187,14 @@ class _Trial:
         model, given, got = plain
         reference = copy.deepcopy(before)
         theirs = snapshot_inputs(inputs_of(self.case.program, step, self.device))
-        with _mode(step.mode):
-            wanted, _ = _outcome(reference, theirs)
-        shell = _Copy(model, model, reference)
-        found = snapshot((got, given, _state(model)))
+        with mode_around(step.mode):
+            wanted, _ = outcome(reference, theirs)
+        shell = Pair(model, model, reference)
+        found = snapshot((got, given, state(model)))
         as_wrong = self._difference(step, before, found, wanted, theirs, shell)
         raise Failure("wrong" if as_wrong is None else "torch", told)
 
-    def _refused_or_raised(self, step: Step, subject: _Copy, error: Exception) -> None:
+    def _refused_or_raised(self, step: Step, subject: Pair, error: Exception) -> None:
         """Documented refusals; README of this folder lists them."""
         if subject.moved and isinstance(error, AddressMovedError):
             self.refused.append(f"AddressMovedError: {line_of(error)}")
@@ -250,7 +205,7 @@ class _Trial:
         else:
             self._raised(step, subject, error, "the call")
 
-    def _raised(self, step: Step, subject: _Copy, error: Exception, what: str) -> None:
+    def _raised(self, step: Step, subject: Pair, error: Exception, what: str) -> None:
         told = f"{what} raised {type(error).__name__}: {line_of(error)}{place_of(error)}"
         branches = any(block.name in _BRANCHES for block in self.case.program.blocks)
         if isinstance(error, TokenDimError) and branches and "traces" in str(error):
@@ -273,20 +228,20 @@ class _Trial:
             torch._dynamo.mark_dynamic(given["x"], self.case.program.token_dim["x"])
         fast = torch.compile(model, backend=self.compiler, dynamic=None if marked else True)
         try:
-            with _mode(step.mode):
+            with mode_around(step.mode):
                 return model, given, fast(**given)
         except Exception as error:
             return error
 
     # --- other steps ---
 
-    def _capture(self, step: Step, subject: _Copy) -> None:
+    def _capture(self, step: Step, subject: Pair) -> None:
         for one in self.copies:
             sizes = dict(self.case.sequence.options)["capture_sizes"]
             if any(self._eager_raises(step, one, n) for n in sizes):
                 continue
             try:
-                with _mode("no_grad"):
+                with mode_around("no_grad"):
                     pg.capture(one.fast, lambda n: self._inputs(step, n), progress=False)
             except CaptureError as error:
                 self.refused.append(f"CaptureError: {line_of(error)}")
@@ -295,17 +250,17 @@ class _Trial:
                     self._raised(step, one, error, "pg.capture")
             except Exception as error:
                 self._raised(step, one, error, "pg.capture")
-            _copy_state(one.model, one.eager)
+            copy_state(one.model, one.eager)
 
-    def _eager_raises(self, step: Step, subject: _Copy, tokens: int) -> bool:
-        with _mode("no_grad"):
-            return _outcome(copy.deepcopy(subject.eager), self._inputs(step, tokens))[1] is not None
+    def _eager_raises(self, step: Step, subject: Pair, tokens: int) -> bool:
+        with mode_around("no_grad"):
+            return outcome(copy.deepcopy(subject.eager), self._inputs(step, tokens))[1] is not None
 
     def _inputs(self, step: Step, tokens: int) -> dict[str, Tensor]:
         named = asdict(step) | {"tokens": tokens, "kind": "call"}
         return inputs_of(self.case.program, Step(**named), self.device)
 
-    def _update(self, step: Step, subject: _Copy) -> None:
+    def _update(self, step: Step, subject: Pair) -> None:
         generator = torch.Generator().manual_seed(step.seed)
         for one, other in zip(subject.model.parameters(), subject.eager.parameters(), strict=True):
             noise = torch.randn(one.shape, generator=generator).to(one)
@@ -313,7 +268,7 @@ class _Trial:
                 other.add_(noise, alpha=0.1)
                 one.copy_(other)
 
-    def _replace(self, step: Step, subject: _Copy) -> None:
+    def _replace(self, step: Step, subject: Pair) -> None:
         found = self._some_weight(step, subject)
         if found is not None:
             owner, twin, name = found
@@ -322,7 +277,7 @@ class _Trial:
             setattr(twin, name, nn.Parameter(fresh.clone()))
             subject.frozen = None  # documented: a frozen callable does not see it
 
-    def _move(self, step: Step, subject: _Copy) -> None:
+    def _move(self, step: Step, subject: Pair) -> None:
         found = self._some_weight(step, subject)
         if found is not None:
             owner, _, name = found
@@ -330,7 +285,7 @@ class _Trial:
             weight.data = weight.data.clone()
             subject.moved, subject.frozen = True, None
 
-    def _some_weight(self, step: Step, subject: _Copy) -> tuple[nn.Module, nn.Module, str] | None:
+    def _some_weight(self, step: Step, subject: Pair) -> tuple[nn.Module, nn.Module, str] | None:
         pairs = [
             (owner, twin, name)
             for owner, twin in zip(subject.model.modules(), subject.eager.modules(), strict=True)
@@ -338,89 +293,30 @@ class _Trial:
         ]
         return pairs[step.seed % len(pairs)] if pairs else None
 
-    def _reset(self, step: Step, subject: _Copy) -> None:
+    def _reset(self, step: Step, subject: Pair) -> None:
         pg.reset()
         for one in self.copies:
             one.moved, one.frozen = False, None
 
-    def _dynamo_reset(self, step: Step, subject: _Copy) -> None:
+    def _dynamo_reset(self, step: Step, subject: Pair) -> None:
         torch._dynamo.reset()
         self._reset(step, subject)
 
-    def _train(self, step: Step, subject: _Copy) -> None:
+    def _train(self, step: Step, subject: Pair) -> None:
         subject.model.train(), subject.eager.train()
         subject.frozen = None
 
-    def _eval(self, step: Step, subject: _Copy) -> None:
+    def _eval(self, step: Step, subject: Pair) -> None:
         subject.model.eval(), subject.eager.eval()
         subject.frozen = None
 
-    def _kept(self, step: Step, subject: _Copy) -> None:
+    def _kept(self, step: Step, subject: Pair) -> None:
         """Answers of earlier calls are the caller's: they are what they were, or follow as eager's do."""
         for call, got, then, wanted in self.kept:
             leaves = zip(*map(pytree.tree_leaves, (got, then, wanted)), strict=True)
             for index, (now, was, eager) in enumerate(leaves):
-                if isinstance(now, Tensor) and not same(now, was) and not _close(now, eager):
+                if isinstance(now, Tensor) and not same(now, was) and not close(now, eager):
                     raise Failure("wrong", f"leaf {index} of the answer to {call} has changed since")
 
 
 _BRANCHES = {"branch", "branch_on_parity", "branch_on_one", "branch_with_attention", "reshape_by_two"}
-
-
-def _outcome(model: nn.Module, given: dict[str, Tensor]) -> tuple[Any, Exception | None]:
-    try:
-        return model(**given), None
-    except Exception as error:
-        return None, error
-
-
-def snapshot_inputs(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in the same layout; an expanded tensor stays expanded."""
-    return {n: t[:1].clone().expand(t.shape) if 0 in t.stride() else t.clone() for n, t in given.items()}
-
-
-def _run(model: nn.Module, given: dict[str, Tensor]) -> tuple[Any, Any, Any]:
-    with torch.no_grad():
-        return snapshot((model(**given), given, _state(model)))
-
-
-def _exact(before: nn.Module, given: dict[str, Tensor]) -> tuple[Any, Any, Any]:
-    model = copy.deepcopy(before).cpu().double()
-    return _run(model, {n: t.cpu().double() if t.is_floating_point() else t.cpu() for n, t in given.items()})
-
-
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_buffers())
-
-
-def _copy_state(source: nn.Module, target: nn.Module) -> None:
-    with torch.no_grad():
-        for one, other in zip(source.buffers(), target.buffers(), strict=True):
-            other.copy_(one)
-
-
-def _served() -> int:
-    found = pg.counters.snapshot()
-    return found["tapes"] + found["replays"] + found["fallbacks"]
-
-
-@contextmanager
-def _mode(mode: str) -> Iterator[None]:
-    around = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
-    with around[mode]():
-        yield
-
-
-def _close(one: Tensor, other: Any) -> bool:
-    return isinstance(other, Tensor) and torch.allclose(one, other, rtol=1e-3, atol=1e-4, equal_nan=True)
-
-
-def line_of(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else ""
-
-
-def place_of(error: BaseException) -> str:
-    """The deepest line of the library that the error came through."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "piecewise_graph" in f.filename]
-    return f" [{frames[-1].filename.rpartition('piecewise_graph/')[2]}:{frames[-1].lineno}]" if frames else ""
