@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= auto
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
 ifeq ($(VENV),none)
 PY := $(PYTHON)
@@ -24,7 +25,7 @@ PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check -c constraints.tx
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test quick mutants lint dist bench clean distclean help current-env package-list
+.PHONY: demo test quick fuzz mutants lint dist bench clean distclean help current-env package-list
 
 demo: $(READY) ## run the demonstration
 	$(PY) -m piecewise_graph demo
@@ -37,6 +38,10 @@ quick: $(READY) ## run some tests of every package, in at most 2 minutes
 
 mutants: $(READY) ## put small bugs into a copy of the code, one at a time: the tests have to notice each
 	OMP_NUM_THREADS=1 $(PY) tests/mutants.py
+
+fuzz: $(READY) ## run 300 random programs and every op of torch, on a CPU in at most 8 minutes (tests/fuzz/README.md)
+	$(PY) -m tests.fuzz programs --count 300 --jobs $(JOBS)
+	$(PY) -m tests.fuzz ops --jobs $(JOBS)
 
 lint: $(READY) package-list ## ruff, ruff format, mypy
 	$(PY) -m ruff check .

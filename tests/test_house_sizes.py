@@ -41,7 +41,7 @@ def _name(decorator: ast.expr) -> str:
     return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
 
 
-AROUND = sorted([*HOUSE.parent.glob("tests/*.py"), *HOUSE.parent.glob("benchmarks/*.py")])
+AROUND = sorted([*HOUSE.parent.glob("tests/**/*.py"), *HOUSE.parent.glob("benchmarks/*.py")])
 
 
 def long_functions(path: Path) -> dict[str, int]:
