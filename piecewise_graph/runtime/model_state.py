@@ -100,8 +100,8 @@ class ModelState:
     def pool_for(self, device: torch.device) -> GraphPool:
         """Where traces on `device` capture. A pool serves one device, and a model may keep a part on the CPU.
 
-        The first device gets the model's pool. A given pool that serves another GPU refuses it at the capture;
-        the CPU's stand-ins leave such a pool alone.
+        The first device gets the model's pool. A given pool that serves another GPU refuses the capture; the
+        CPU's stand-ins leave such a pool alone.
         """
         if device not in self._pools:
             fits = self.pool.device in (None, device) or device.type != "cpu"
