@@ -32,9 +32,14 @@ def example_value(node: Node) -> Any:
 
 
 def shape_env_of(gm: GraphModule) -> Any | None:
-    """The ShapeEnv that the graph's fake tensors live in; None for a graph without any."""
-    mode = fake_mode_of(gm)
-    return None if mode is None else mode.shape_env
+    """The ShapeEnv of the graph's fake tensors and sizes; None for a graph that has neither."""
+    for node in gm.graph.nodes:
+        value = example_value(node)
+        owner = getattr(value, "fake_mode", getattr(value, "node", None))  # of a tensor; of a number alone
+        shape_env = getattr(owner, "shape_env", None)
+        if shape_env is not None:
+            return shape_env
+    return None
 
 
 def fake_mode_of(gm: GraphModule) -> Any | None:
@@ -72,9 +77,27 @@ def placeholder_source(node: Node) -> tuple[str, bool]:
     source = getattr(arg, "source", None)
     if source is None:
         return node.name, False
-    name = source.name if isinstance(source.name, str) else source.name()
+    name = source_text(source)
     where = source.guard_source if not callable(source.guard_source) else source.guard_source()
     return name, "NN_MODULE" in where.name or where.name.startswith("GLOBAL")
+
+
+def assigned_attributes() -> frozenset[str]:
+    """Source texts of the attributes that the traced code assigns, such as `L['self'].state`."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        effects = InstructionTranslator.current_tx().output.side_effects
+    except AttributeError:
+        return frozenset()
+    owners = ((owner.source, names) for owner, names in effects.store_attr_mutations.items())
+    return frozenset(
+        f"{source_text(source)}.{name}" for source, names in owners if source is not None for name in names
+    )
+
+
+def source_text(source: Any) -> str:
+    return source.name if isinstance(source.name, str) else source.name()
 
 
 def current_root_code() -> CodeType | None:

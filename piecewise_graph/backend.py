@@ -13,8 +13,7 @@ from piecewise_graph.compiler.build_program import build_program
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import ConfigError
 from piecewise_graph.runtime.model_state import FindState, all_states, state_for_trace
-from piecewise_graph.runtime.per_model import per_model
-from piecewise_graph.runtime.runtime import Runtime
+from piecewise_graph.runtime.per_model import per_model, unsplit_per_model
 from piecewise_graph.runtime.unsplit import UnsplitRuntime
 from piecewise_graph.telemetry import counters
 
@@ -59,15 +58,10 @@ def build(gm: GraphModule, example_inputs: Sequence[Any], find_state: FindState)
     program = build_program(gm, example_inputs, state.config, state.compiled)
     if isinstance(program, str):
         whole, reason = _torch.compile_whole(gm, example_inputs, state.config.compiler), program
-        return per_model(
+        return unsplit_per_model(
             lambda of, bound: UnsplitRuntime(whole, reason, of, bound), find_state, weights, example_inputs
         )
-    return per_model(
-        lambda of, bound: Runtime(program, of, program.static_tokens, bound),
-        find_state,
-        program.bound_arguments(example_inputs),
-        example_inputs,
-    )
+    return per_model(program, find_state, example_inputs)
 
 
 def reset() -> None:

@@ -111,7 +111,7 @@ def explain(compiled: Any) -> Report:
     traces = tuple(_trace(number, trace) for number, trace in enumerate(state.traces))
     buffers = sum(t.buffer_bytes() for t in state.traces if isinstance(t, Runtime))
     dropped = dict(over_budget(state))
-    return Report(traces, state.pool.bytes(), buffers, state.sealed, dict(state.fallbacks), dropped)
+    return Report(traces, state.pool_bytes(), buffers, state.sealed, dict(state.fallbacks), dropped)
 
 
 def _trace(number: int, trace: Trace) -> TraceReport:

@@ -127,11 +127,14 @@ def test_release_inside_a_forward_is_refused(warm: int, device: torch.device) ->
 
 
 @pytest.mark.gpu
-def test_pool_serves_one_device_only(device: torch.device) -> None:
+def test_pool_of_a_gpu_is_left_alone_by_a_model_on_the_cpu(device: torch.device) -> None:
     pool = pg.GraphPool()
     compiled(Blocks().to(device), pool=pool)(rows(3, device))
+    serving, model, x = pool.device, Blocks(), rows(3, torch.device("cpu"))
+    assert_same(compiled(model, pool=pool)(x), model(x))
+    assert pool.device == serving
     with pytest.raises(GraphPoolError, match=r"(?s)cuda.*cpu"):
-        compiled(Blocks(), pool=pool)(rows(3, torch.device("cpu")))
+        pool.capture_call(lambda: None, device="cpu")
 
 
 def test_pool_joined_by_two_devices_is_refused() -> None:

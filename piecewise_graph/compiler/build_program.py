@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -63,12 +64,26 @@ def build_program(
         None if contract.symbols else _static_tokens(graph),
         _device(graph),
         _last_use(graph, segments),
-        _blocked(graph, segments, example_inputs),
+        _blocked(graph, segments),
         proved.unproved,
         proved.unpaddable,
         merge,
     )
     return specialized(program, example_inputs, config, compiled)
+
+
+def with_activations(program: Program, indices: Collection[int]) -> Program:
+    """The program with arguments that were read by address copied instead, as activations are.
+
+    One that is written in place blocks replays: a replay would write the copy.
+    """
+    inputs = tuple(
+        replace(given, bound=given.bound and index not in indices)
+        for index, given in enumerate(program.split.inputs)
+    )
+    graph = replace(program.split, inputs=inputs)
+    blocked = program.blocked or _blocked(graph, program.compiled, program.contract.symbols)
+    return replace(program, split=graph, blocked=blocked)
 
 
 def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
@@ -148,7 +163,6 @@ def _last_use(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> dic
 def _blocked(
     graph: SplitGraph,
     segments: Mapping[int, CompiledSegment],
-    example_inputs: Sequence[Any],
 ) -> str | None:
     """Why no call of a trace can be replayed; it runs its compiled segments instead."""
     facts = [segment.facts for segment in segments.values()]
@@ -157,7 +171,7 @@ def _blocked(
     token = next(iter(graph.symbols), None)
     if token and not any(given.spec and given.spec.token_dims(token) for given in graph.inputs):
         return "no_token_dimension"
-    if len({x.device for x in example_inputs if isinstance(x, Tensor)}) > 1:
+    if len({given.spec.device for given in graph.inputs if given.spec and given.constant is None}) > 1:
         return "mixed_devices"
     if any(fact.host_sync for fact in facts):
         return "data_dependent"

@@ -203,7 +203,7 @@ def _report(state: ModelState, sizes: Sequence[int], known: set[int], seconds: f
     if not captured:
         raise CaptureError.nothing_captured(sorted(set(failed.values())))
     buffers = sum(runtime.buffer_bytes() for runtime in _runtimes(state))
-    return CaptureReport(tuple(captured), failed, seconds, state.pool.bytes(), buffers)
+    return CaptureReport(tuple(captured), failed, seconds, state.pool_bytes(), buffers)
 
 
 def _failures(state: ModelState, size: int) -> list[str]:

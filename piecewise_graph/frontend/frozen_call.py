@@ -49,7 +49,7 @@ class FrozenCall:
         self._expanded = frozenset(place for place, index in enumerate(inputs) if index in expanded)
         launches = self._device.type == "cuda" and not self._expanded
         self._copy = bind_copy(self._views) if launches else None
-        self._padding, self._pool = copies.padding, runtime.state.pool
+        self._padding, self._pool = copies.padding, runtime.pool
         self._addressed = template if config.check == "always" else None
         made = rebuild(replay.bound.outputs)
         self._static = made if config.outputs == "static" else None

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.errors import AddressMovedError
+
+
+class Replaced(AddressMovedError):
+    """Graphs read a tensor that another object has taken the place of; nothing ran.
+
+    `per_model` answers the call with other graphs; no user of a compiled model sees it.
+    """
+
+
+@dataclass(frozen=True)
+class _Known:
+    """One capture's bound arguments."""
+
+    addresses: list[int]
+    tensors: tuple[weakref.ref[Tensor], ...]
 
 
 class BoundAddresses:
@@ -18,10 +37,10 @@ class BoundAddresses:
 
     def __init__(self, program: Program, indices: Sequence[int]) -> None:
         self._program, self._indices = program, tuple(indices)
-        self._known: list[int] | None = None
+        self._known: _Known | None = None
 
     def remember(self, args: Sequence[Any]) -> None:
-        self._known = self._found(args)
+        self._known = _Known(self._found(args), tuple(weakref.ref(args[index]) for index in self._indices))
 
     def forget(self) -> None:
         """Nothing is captured any more."""
@@ -29,20 +48,22 @@ class BoundAddresses:
 
     def hold(self, args: Sequence[Any]) -> bool:
         """These arguments lie where graphs read them, if any do."""
-        return self._known is None or self._found(args) == self._known
+        return self._known is None or self._found(args) == self._known.addresses
 
     def check(self, args: Sequence[Any]) -> None:
         """Compare a call's addresses with those that graphs hold, if any do.
 
         Raises:
-            AddressMovedError: naming the first that moved.
+            AddressMovedError: naming the first whose storage moved.
+            Replaced: none moved, but other tensors stand where captured ones stood.
         """
-        found = self._found(args)
-        if self._known is None or found == self._known:
+        found, known = self._found(args), self._known
+        if known is None or found == known.addresses:
             return
-        for index, address, known in zip(self._indices, found, self._known, strict=True):
-            if address != known:
-                raise AddressMovedError.moved(self._program.split.inputs[index].name)
+        places = zip(self._indices, found, known.addresses, known.tensors, strict=True)
+        moved = [(index, tensor() is args[index]) for index, now, was, tensor in places if now != was]
+        index, is_same = max(moved, key=lambda place: place[1])  # one whose own storage moved comes first
+        raise (AddressMovedError if is_same else Replaced).moved(self._program.split.inputs[index].name)
 
     def _found(self, args: Sequence[Any]) -> list[int]:
         return [args[index].data_ptr() for index in self._indices]

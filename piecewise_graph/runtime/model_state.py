@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from piecewise_graph.compiler.segments import CompiledSegment
@@ -57,7 +58,7 @@ class ModelState:
     """What the traces of one model share.
 
     Attributes:
-        pool: where they capture.
+        pool: where they capture; parts on another device have one of their own (`pool_for`).
         compiled: structure key -> compiled segment.
         proofs: which structures may be padded.
         sealed: pg.capture is done; nothing is captured lazily any more.
@@ -71,6 +72,7 @@ class ModelState:
         self.config = config
         self.code = code
         self.pool = config.pool or GraphPool()
+        self._pools: dict[torch.device, GraphPool] = {}
         self.compiled: dict[str, CompiledSegment] = {}
         self.proofs = PaddingProofs()
         self.sealed = False
@@ -90,6 +92,27 @@ class ModelState:
         """The live traces, oldest first."""
         return tuple(trace for ref in self._traces if (trace := ref()) is not None)
 
+    @property
+    def pools(self) -> tuple[GraphPool, ...]:
+        """One per device of the model's traces, the model's own first."""
+        return tuple({id(pool): pool for pool in (self.pool, *self._pools.values())}.values())
+
+    def pool_for(self, device: torch.device) -> GraphPool:
+        """Where traces on `device` capture. A pool serves one device, and a model may keep a part on the CPU.
+
+        The first device gets the model's pool. A given pool that serves another GPU refuses the capture; the
+        CPU's stand-ins leave such a pool alone.
+        """
+        if device not in self._pools:
+            fits = self.pool.device in (None, device) or device.type != "cpu"
+            is_free = self.pool not in self._pools.values()
+            self._pools[device] = self.pool if is_free and fits else GraphPool(poison=self.pool.poison)
+        return self._pools[device]
+
+    def pool_bytes(self) -> int:
+        """Device bytes of captured graphs, over all devices."""
+        return sum(pool.bytes() for pool in self.pools)
+
     def may_capture(self) -> bool:
         """A bucket may be captured now: lazily, or because pg.capture asks for it."""
         if self.channel.purpose is Purpose.SERVE:
@@ -103,7 +126,8 @@ class ModelState:
     def reset(self) -> None:
         """Forget captures and seals, so that the next calls capture again."""
         self.drop_graphs()
-        self.pool.drop_graphs()  # what GraphPool.capture_call captured beside the model, too
+        for pool in self.pools:
+            pool.drop_graphs()  # what GraphPool.capture_call captured beside the model, too
         self.sealed = False
 
 

@@ -1,19 +1,31 @@
-"""One trace, several models.
+"""One trace, several models, and several tensors in one place of a model.
 
 Dynamo shares a trace between modules of one class whose guards agree: a second model reaches the function
 that was built for the first, with weights of its own among the arguments. Graphs hold weights by address, so
-each model gets a runtime, tapes and model state of its own; what was compiled is shared.
+each model gets a runtime, tapes and model state of its own; what was compiled is shared. A parameter that
+another one replaced is the same case: the new one gets a runtime, and the old one takes its runtime along
+when it dies.
+
+Note [Tensors that change with every call]
+A buffer or a plain tensor attribute may be replaced in every forward (`self.state = self.state * 0.5 + x`).
+Graphs of its own would serve one call. An attribute that the traced code itself assigns is therefore an
+activation (splitter/split.py). What is assigned elsewhere, behind a graph break or by the caller, becomes an
+activation when it is replaced for the second time.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from piecewise_graph.compiler.build_program import with_activations
+from piecewise_graph.compiler.program import Program
+from piecewise_graph.runtime.bound_addresses import Replaced
 from piecewise_graph.runtime.model_state import FindState
 from piecewise_graph.runtime.runtime import Runtime
 from piecewise_graph.runtime.unsplit import UnsplitRuntime
@@ -21,41 +33,130 @@ from piecewise_graph.runtime.unsplit import UnsplitRuntime
 Bound = Sequence[tuple[int, Tensor]]
 AnyRuntime = Runtime | UnsplitRuntime
 MakeRuntime = Callable[[Any, Bound], AnyRuntime]
+Key = tuple[int, ...]
+_OFTEN = 2
 
 
-def per_model(
-    make: MakeRuntime, find_state: FindState, bound: Bound, example_inputs: Sequence[Any]
+def unsplit_per_model(
+    make: MakeRuntime, find_state: FindState, weights: Bound, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
+    """The function handed to Dynamo for a trace that stays whole; see `per_model`."""
+    return _forward(_Runtimes(make, find_state, weights), example_inputs)
+
+
+def per_model(program: Program, find_state: FindState, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """The function handed to Dynamo: finds the runtime of the model whose weights are among its arguments.
 
     A plain function, because depyf and other tools read the code of what a backend returns.
 
     Args:
-        make: (model state, bound tensors with their argument indices) -> a runtime.
-        bound: tensors that graphs read by address, of the model that was traced.
+        find_state: weights of a model -> what its traces share.
     """
-    indices = [index for index, _ in bound]
-    # Two weights tell models apart; a model that shares both with another is caught by its addresses.
-    weights = [index for index, tensor in bound if isinstance(tensor, torch.nn.Parameter)]
-    telling = sorted({weights[0], weights[-1]}) if weights else []
-    runtimes: dict[tuple[int, ...], AnyRuntime] = {}
+    return _forward(_SplitRuntimes(program, find_state, example_inputs), example_inputs)
 
-    def runtime_for(args: Sequence[Any]) -> AnyRuntime:
-        key = tuple(id(args[index]) for index in telling)
-        if key not in runtimes:
-            state = find_state([args[index] for index in weights])
-            runtimes[key] = make(state, [(index, args[index]) for index in indices])
-            for index in telling:  # a model that dies takes its graphs along, and frees its ids
-                weakref.finalize(args[index], runtimes.pop, key, None)
-        return runtimes[key]
 
+def _forward(runtimes: _Runtimes, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     def forward(*args: Any) -> Any:
-        runtime = runtime_for(args)
+        runtime = runtimes.of(args)
         channel = runtime.state.channel
         channel.enter()
-        outputs = runtime(*args)
+        try:
+            outputs = runtime(*args)
+        except Replaced:
+            runtime = runtimes.instead_of(args)
+            outputs = runtime(*args)
         channel.leave(runtime, args, outputs)
         return outputs
 
-    runtime_for(example_inputs)
+    runtimes.of(example_inputs)
     return forward
+
+
+class _Runtimes:
+    """The runtimes of one trace, by the model that they belong to.
+
+    Args:
+        make: (model state, bound tensors with their argument indices) -> a runtime.
+        bound: tensors that are read by address, of the model that was traced.
+    """
+
+    def __init__(self, make: MakeRuntime, find_state: FindState, bound: Bound) -> None:
+        self._make, self._find_state = make, find_state
+        self._indices = [index for index, _ in bound]
+        # Two weights tell models apart; a model that shares both with another is told by its addresses.
+        self._weights = [index for index, tensor in bound if isinstance(tensor, torch.nn.Parameter)]
+        self._telling = sorted({self._weights[0], self._weights[-1]}) if self._weights else []
+        self._all: dict[Key, list[AnyRuntime]] = {}
+
+    def of(self, args: Sequence[Any]) -> AnyRuntime:
+        """The runtime that served these weights last."""
+        found = self._all.get(self._key(args))
+        return found[0] if found else self._add(args)
+
+    def instead_of(self, args: Sequence[Any]) -> AnyRuntime:
+        """The runtime for a call whose tensors are not those that the one of these weights captured."""
+        found = self._all.get(self._key(args), [])
+        for other in found:
+            if isinstance(other, Runtime) and other.addresses.hold(args):
+                found.remove(other)
+                found.insert(0, other)  # asked first next time
+                return other
+        return self._add(args)
+
+    def _key(self, args: Sequence[Any]) -> Key:
+        return tuple(id(args[index]) for index in self._telling)
+
+    def _add(self, args: Sequence[Any]) -> AnyRuntime:
+        key, state = self._key(args), self._find_state([args[index] for index in self._weights])
+        runtime = self._make(state, [(index, args[index]) for index in self._indices])
+        self._all.setdefault(key, []).insert(0, runtime)
+        # A tensor that dies takes its graphs along; the trace may have died before.
+        drop = weakref.WeakMethod(self._drop)
+        for index in self._indices:
+            weakref.finalize(args[index], _call, drop, key, weakref.ref(runtime), index in self._telling)
+        return runtime
+
+    def _drop(self, key: Key, runtime: weakref.ref[AnyRuntime], is_model: bool) -> None:
+        """Forget a runtime; with `is_model` the id of a weight that tells models apart is free."""
+        gone = runtime()
+        left = [other for other in self._all.pop(key, []) if other is not gone]
+        if left:
+            self._all[key] = left
+
+
+def _call(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    found = method()
+    if found is not None:
+        found(*args)
+
+
+class _SplitRuntimes(_Runtimes):
+    """The runtimes of a trace that was split (Note [Tensors that change with every call])."""
+
+    def __init__(self, program: Program, find_state: FindState, example_inputs: Sequence[Any]) -> None:
+        self._program = program
+        self._stood: dict[Key, dict[int, weakref.ref[Tensor]]] = {}  # buffers and attributes of a model
+        self._changes: Counter[tuple[Key, int]] = Counter()
+        super().__init__(self._runtime, find_state, program.bound_arguments(example_inputs))
+
+    def _runtime(self, state: Any, bound: Bound) -> Runtime:
+        return Runtime(self._program, state, self._program.static_tokens, bound)
+
+    def _add(self, args: Sequence[Any]) -> AnyRuntime:
+        key = self._key(args)
+        values = [index for index in self._indices if index not in self._weights]
+        stood = self._stood.get(key, {})
+        self._changes.update((key, i) for i in values if i in stood and stood[i]() is not args[i])
+        self._stood[key] = {index: weakref.ref(args[index]) for index in values}
+        often = {index for index in values if self._changes[key, index] >= _OFTEN}
+        if often and self._telling:
+            self._program = with_activations(self._program, often)
+            self._indices = [index for index in self._indices if index not in often]
+            self._all.clear()
+        return super()._add(args)
+
+    def _drop(self, key: Key, runtime: weakref.ref[AnyRuntime], is_model: bool) -> None:
+        super()._drop(key, runtime, is_model)
+        if is_model:  # another model may get this key
+            self._stood.pop(key, None)
+            self._changes = Counter({at: count for at, count in self._changes.items() if at[0] != key})

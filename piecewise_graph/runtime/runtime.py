@@ -58,6 +58,7 @@ class Runtime:
         bound: Sequence[tuple[int, Tensor]],
     ) -> None:
         self.program, self.state = program, state
+        self.pool = state.pool_for(program.device)
         self.static_tokens = static_tokens
         self.fallbacks: Counter[str] = Counter()
         self.bound = {index: weakref.ref(tensor) for index, tensor in bound}
@@ -76,7 +77,7 @@ class Runtime:
 
     def _nothing_captured(self) -> tuple[TapeSet, dict[Hashable, TapeSet], Workspace]:
         state = self.state
-        workspace = Workspace.empty(self.program, state.pool, state.proofs, max(self.sizes))
+        workspace = Workspace.empty(self.program, self.pool, state.proofs, max(self.sizes))
         return TapeSet(PIECEWISE), {}, workspace
 
     @property
@@ -95,7 +96,7 @@ class Runtime:
         sizes = self.program.contract.admit(args)
         self.state.channel.admitted()
         num_tokens, context = self._count(sizes), get_forward_context()
-        with self.state.pool.using() as nested:
+        with self.pool.using() as nested:
             ready = self.tapes_for(context).ready.get(num_tokens)
             if nested:
                 return self._run_compiled(args, sizes, num_tokens, "nested_forward", context)
@@ -207,7 +208,7 @@ class Runtime:
             tapes.buckets[decision.bucket],
             num_tokens,
             addresses=self.addresses,
-            pool=self.state.pool,
+            pool=self.pool,
             not_full=decision.not_full,
             check_always=config.check == "always",
         )
@@ -247,7 +248,7 @@ class Runtime:
         """Answer the call uncaptured and record its bucket along the way."""
         program, state, bucket = self.program, self.state, decision.bucket
         assert bucket is not None
-        state.pool.join(program.device, self)
+        self.pool.join(program.device, self)
         if state.config.check != "off":
             self.addresses.check(args)
         tapes = self.tapes_for(context) if decision.mode is FULL else self._piecewise

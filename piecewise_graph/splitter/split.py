@@ -153,6 +153,7 @@ class _Lowering:
         self.storages: list[int | None] = []
         self.slots: dict[Node, int] = {}
         self.symbols: set[sympy.Symbol] = set()
+        self.assigned = _torch.assigned_attributes()
 
     def run(self) -> SplitGraph:
         nodes = list(self.gm.graph.nodes)
@@ -182,7 +183,8 @@ class _Lowering:
             value = constant if value is None else value
         source, of_module = _torch.placeholder_source(node)
         name, merged = node.meta.get(MERGED_NAME) or readable_source(source), MERGED_NAME in node.meta
-        bound = of_module or merged or constant is not None or isinstance(value, torch.nn.Parameter)
+        stays = of_module and source not in self.assigned  # else every call brings another tensor
+        bound = stays or merged or constant is not None or isinstance(value, torch.nn.Parameter)
         size = _torch.expression(value) if isinstance(value, torch.SymInt) else None
         symbol = size if size is not None and size.is_Symbol else None
         spec = self.specs[self._add_slot(node, value)]

@@ -1,0 +1,102 @@
+"""Frames behind a graph break: graphs of sizes alone, graphs on another device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from internals import state, traces
+from torch import Tensor, nn
+from toys import BOTH, WIDTH, assert_same, compiled, ops, rows
+
+import piecewise_graph as pg
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+class Sizes(nn.Module):
+    """The second frame gets a number and no tensor; the third only computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        y, count = ops.mix(self.linear(x)), x.shape[0]
+        torch._dynamo.graph_break()
+        positions = torch.arange(count + 1, device=y.device)
+        torch._dynamo.graph_break()
+        twice = count * 2
+        torch._dynamo.graph_break()
+        return y, positions, twice
+
+
+@BOTH
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_graph_of_sizes_alone_runs(entry: Callable, compiler: str, device: torch.device) -> None:
+    model = Sizes().to(device)
+    fast = entry(model, compiler=compiler)
+    with pg.counters.expect(failed_captures=0):
+        for count in (3, 4, 7, 8, 9, 2, 3, 7):
+            x = rows(count, device)
+            assert_same(fast(x), model(x))
+
+
+class Parts(nn.Module):
+    """The second linear stays on its device whatever the first one's is."""
+
+    def __init__(self, first: torch.device, second: torch.device) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, device=first)
+        self.second = nn.Linear(WIDTH, WIDTH, device=second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = ops.mix(self.first(x)).to(self.second.weight.device)
+        torch._dynamo.graph_break()
+        return ops.mix(self.second(y))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [False, True], ids=["its own pool", "a given pool"])
+@pytest.mark.parametrize("first", ["cuda", "cpu"])
+def test_a_part_on_the_cpu_has_a_pool_of_its_own(first: str, given: bool) -> None:
+    second = "cpu" if first == "cuda" else "cuda"
+    model = Parts(torch.device(first), torch.device(second))
+    pool = pg.GraphPool() if given else None
+    fast = compiled(model, pool=pool)
+    for count in (3, 3, 7, 4, 8):
+        x = rows(count, torch.device(first))
+        assert_same(fast(x), model(x))
+    assert {one.device for one in state(fast).pools if one.device} >= {torch.device("cpu")}
+
+
+def test_traces_on_two_devices_capture_in_two_pools(device: torch.device) -> None:
+    model = Parts(device, device)
+    fast = compiled(model)
+    fast(rows(3, device))
+    shared, here = state(fast), traces(fast)[0].program.device
+    assert {trace.pool for trace in traces(fast)} == {shared.pool_for(here)} == {shared.pool}
+    other = shared.pool_for(torch.device("meta"))
+    assert other is not shared.pool and other is shared.pool_for(torch.device("meta"))
+    assert shared.pools == (shared.pool, other)
+
+
+def test_a_given_pool_of_another_device_is_left_alone_by_parts_on_the_cpu() -> None:
+    pool = pg.GraphPool()
+    pool.join(torch.device("meta"), Owner())
+    model = Parts(torch.device("cpu"), torch.device("cpu"))
+    fast = compiled(model, pool=pool)
+    with pg.counters.expect(replays=2, fallbacks=0):
+        for _ in range(2):
+            x = rows(3, torch.device("cpu"))
+            assert_same(fast(x), model(x))
+    assert pool.device == torch.device("meta") and pool.bytes() == 0
+    assert pg.explain(fast).pool_bytes > 0
+
+
+class Owner:
+    """Whoever captured into a pool first."""
+
+    def drop_graphs(self) -> None:
+        """It has none."""
