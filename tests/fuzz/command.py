@@ -51,9 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--no-shrink", action="store_true")
     for command in (programs, ops):
         command.add_argument("--shard", default="1/1", help="K/N: every N-th, from the K-th on")
-        command.add_argument(
-            "--resume", type=Path, help="JSONL of rows: appended to, and what is there is not run"
-        )
+        command.add_argument("--resume", type=Path, help="JSONL of rows; those there are not run again")
+        command.add_argument("--jobs", type=int, default=1, help="processes")
         command.add_argument("--summary", type=Path, help="a JSON file for the figures")
     for command in (programs, ops, replay):
         command.add_argument("--compiler", default="eager", choices=("eager", "aot_eager", "inductor"))
