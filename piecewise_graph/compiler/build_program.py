@@ -82,7 +82,7 @@ def with_activations(program: Program, indices: Collection[int]) -> Program:
         for index, given in enumerate(program.split.inputs)
     )
     graph = replace(program.split, inputs=inputs)
-    blocked = program.blocked or _blocked(graph, program.compiled, program.contract.symbols)
+    blocked = program.blocked or _blocked(graph, program.compiled)
     return replace(program, split=graph, blocked=blocked)
 
 
