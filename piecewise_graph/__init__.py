@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from piecewise_graph import errors
+from piecewise_graph.analysis.padding_rules import register_padding_rule
 from piecewise_graph.backend import reset
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.context import forward_context, get_forward_context
@@ -44,6 +45,7 @@ __all__ = [
     "get_forward_context",
     "plan",
     "register_attention",
+    "register_padding_rule",
     "register_splitting_op",
     "reset",
 ]

@@ -399,6 +399,16 @@ def observe_ops(on_op: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Non
         yield
 
 
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Run real tensors in a block that lies inside of a fake mode and of observers."""
+    from torch._dispatch.python import no_python_dispatcher
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), no_python_dispatcher(), torch.no_grad():
+        yield
+
+
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
     """The tensors that a wrapper subclass is made of; of any other tensor itself."""
     if not hasattr(type(tensor), "__tensor_flatten__"):

@@ -106,6 +106,22 @@ class SplittingOpError(PiecewiseError):
         )
 
 
+class PaddingRuleError(PiecewiseError):
+    """A rule of `pg.register_padding_rule` cannot be used."""
+
+    @classmethod
+    def bad_rule(cls, name: str) -> PaddingRuleError:
+        what = f"the padding rule for {name!r} cannot be registered."
+        remedy = "name the op as 'namespace::name', and pass one of rows=, elementwise=True and rule=."
+        return cls(what, remedy)
+
+    @classmethod
+    def refuted(cls, name: str, difference: str) -> PaddingRuleError:
+        what = f"the padding rule for {name!r} is wrong: with other padded rows, {difference}."
+        remedy = "correct the rule, or register none: the op then runs on live rows."
+        return cls(what, remedy)
+
+
 class TokenDimError(PiecewiseError):
     """The token dimension is missing, ambiguous, or not dynamic."""
 

@@ -61,6 +61,20 @@ class Call:
         name = schema.name[:-1] if schema.is_mutable and schema.name.endswith("_") else schema.name
         return cls(op, name, arguments, tensors_of((args, kwargs)), tensors_of(result), padding, state_of)
 
+    @property
+    def written(self) -> tuple[Tensor, ...]:
+        """The arguments that the schema says are written."""
+        writes = [a.name for a in self.op._schema.arguments if a.alias_info and a.alias_info.is_write]
+        return tensors_of([self.arguments.get(name) for name in writes])
+
+    def writes(self, tensor: Tensor) -> bool:
+        return any(tensor is other for other in self.written)
+
+    @property
+    def new(self) -> tuple[Tensor, ...]:
+        """The results that are no written arguments."""
+        return tuple(tensor for tensor in self.results if not self.writes(tensor))
+
     def given(self, *names: str) -> Any:
         """The first of these arguments that is not None."""
         return next((v for v in map(self.arguments.get, names) if v is not None), None)

@@ -162,50 +162,41 @@ class _Walk(fx.Interpreter):
         if op.namespace == "prim" or (not tensors_of((args, kwargs)) and not tensors_of(result)):
             return
         call = Call.of(op, args, kwargs, result, self.padding, self.state_of)
-        written = tuple(_written(call))
         try:
-            if self.node in self.found:
-                raise Unproved("")
-            states = self._judge(call, written)
-            for tensor, state in zip(call.results, states, strict=True):
-                if not any(tensor is other for other in written):
-                    self._keep(tensor, state)
-            for tensor in written:
-                self._write(tensor, states[0])
+            require(self.node not in self.found, "runs on live rows")
+            states = self._judge(call)
+            for tensor, state in zip((*call.written, *call.new), states, strict=True):
+                write = self._write if call.writes(tensor) else self._keep
+                write(tensor, state)
         except Unproved as problem:
             self._unproved(op._schema.name, str(problem))
-            self._set_live([t for t in call.results if not any(t is other for other in written)])
-            for tensor in written:
+            self._set_live(call.new)
+            for tensor in call.written:
                 self._write_live(tensor)
 
     def state_of(self, tensor: Tensor) -> State:
         return self.states.get(id(tensor))
 
-    def _judge(self, call: Call, written: Sequence[Tensor]) -> Sequence[State]:
-        """The claims of the results."""
-        tags = call.op.tags
+    def _judge(self, call: Call) -> Sequence[State]:
+        """The claims of what the op writes, and of its new results."""
+        tags, own = call.op.tags, registered_rule(call.op)
         require(torch.Tag.nondeterministic_seeded not in tags, "random")
         require(torch.Tag.data_dependent_output not in tags, "reads a value back to the host")
         require(torch.Tag.inplace_view not in tags, "changes its argument's shape")
-        for tensor in written:
+        for tensor in call.written:
             require(_torch.storage_id(tensor) not in self.torn, "writes what a region views")
             shared = [t for t in self.inputs if _torch.storage_id(t) == _torch.storage_id(tensor)]
             require(len(shared) < 2, "writes memory that inputs share")
-        rule = registered_rule(call.op) or find(call)
-        in_place = call.name != call.op._schema.name
-        if rule is None:
-            states = _of_constants(call)
-        else:
-            found = rule(call)
-            if found is None or isinstance(found, (Claim, Mark)):
-                states = [found] * len(call.results)
-            else:
-                states = found
-        require(not written or in_place or registered_rule(call.op) is not None, "writes an argument")
-        require(len(written) < 2 or registered_rule(call.op) is not None, "writes several arguments")
-        for tensor, state in zip(call.results, states, strict=True):
+        in_place = len(call.written) == 1 and call.name != call.op._schema.name and not call.new
+        require(not call.written or in_place or own is not None, "writes an argument")
+        changed = (*call.written, *call.new)
+        rule = own or find(call)
+        found = _of_constants(call) if rule is None else rule(call)
+        if found is None or isinstance(found, (Claim, Mark)):
+            found = [found] * len(changed)
+        for tensor, state in zip(changed, found, strict=True):
             require(not isinstance(state, Claim) or _fits(state, tensor), "its rule is wrong")
-        return states
+        return found
 
     def _unproved(self, op: str, why: str) -> None:
         if self.node not in self.found:
@@ -297,12 +288,6 @@ class _Walk(fx.Interpreter):
             if storage in self.writers and not self.is_narrowable(tensor):
                 more |= dict.fromkeys(self.writers[storage], "leaves an input that is not clean")
         return {n: why for n, why in more.items() if n not in self.found and n.op != "placeholder"}
-
-
-def _written(call: Call) -> list[Tensor]:
-    """The arguments that the schema says are written."""
-    writes = [a.name for a in call.op._schema.arguments if a.alias_info and a.alias_info.is_write]
-    return list(tensors_of([call.arguments.get(name) for name in writes]))
 
 
 def _of_constants(call: Call) -> Sequence[State]:
