@@ -22,6 +22,7 @@ from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.recorder.memory_plan import _TrialPool
 from piecewise_graph.recorder.static_buffers import FlatBuffers
 from piecewise_graph.runtime import runtime
+from piecewise_graph.sizes import TensorSpec, same_layout
 from piecewise_graph.splitter import merge_linears, merged_weights, splitting_ops
 
 # --- what a compiled model holds ------------------------------------------------------------------------
@@ -280,3 +281,27 @@ def follow_streams(
             yield
 
     return on, waits
+
+
+def require_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments refuse inputs of other strides than they were compiled for, as Inductor's code does."""
+
+    def compile_segment(original: Any, gm: Any, inputs: Sequence[Any], compiler: str) -> Any:
+        run = original(gm, inputs, compiler)
+        specs = [TensorSpec.of(value) if isinstance(value, Tensor) else None for value in inputs]
+
+        def strict(*given: Any) -> Any:
+            for index, (spec, value) in enumerate(zip(specs, given, strict=True)):
+                if spec is not None:
+                    sizes = dict(zip(spec.shape, value.shape, strict=True))
+                    sizes |= {
+                        _torch.expression(s): n for s, n in zip(inputs, given, strict=True) if type(n) is int
+                    }
+                    wanted = spec.stride_at(sizes)
+                    found = tuple(value.stride())
+                    assert same_layout(value, wanted), f"input {index}: strides {found} instead of {wanted}"
+            return run(*given)
+
+        return strict
+
+    replace_compile(monkeypatch, compile_segment)
