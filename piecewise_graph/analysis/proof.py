@@ -254,7 +254,7 @@ class _Walk(fx.Interpreter):
 
     def _plain(self, tensor: Tensor, state: State) -> Claim | None:
         """The claim with plain dimensions, where it has or implies one."""
-        if not isinstance(state, Claim):
+        if not isinstance(state, Claim) or len(state.dims) != tensor.ndim:  # an op changed its shape in place
             return None
         try:
             sizes = zip(state.dims, tensor.shape, strict=True)

@@ -330,7 +330,8 @@ def copy(call: Call) -> State:
     claim, new = call.claim(source), result.ndim - source.ndim
     old = zip(((),) * new + claim.dims, (1,) * new + tuple(source.shape), result.shape, strict=True)
     dims = tuple(call.padding.uniform(n) if d == () and not is_symbolic(o) else d for d, o, n in old)
-    live, tail = elementwise_bounds(call, [claim], dims) if is_integer(result) else (None, None)
+    read = [claim] * len(call.tensors)  # what the destination held is not
+    live, tail = elementwise_bounds(call, read, dims) if is_integer(result) else (None, None)
     return Claim(dims, live, tail)
 
 
