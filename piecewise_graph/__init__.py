@@ -10,9 +10,9 @@ A trace goes one way through the package, a package per stage:
     recorder    Program x bucket -> ReplayTape: rehearse, prove padding harmless, capture
     runtime     one dispatch per forward, then the tape
 
-`frontend` is pg.compile, pg.capture, pg.plan and pg.freeze; `report` is pg.explain. `graph_pool` owns the
-memory of graphs; `kernels` are launched by the core itself. Consumers stand above: custom_ops, eagle, bench,
-cli.
+`frontend` is pg.compile, pg.capture, pg.plan and pg.freeze; `inspection` is pg.explain and pg.bisect.
+`graph_pool` owns the memory of graphs; `kernels` are launched by the core itself. Consumers stand above:
+custom_ops, eagle, bench, cli.
 """
 
 from importlib import import_module, util
@@ -28,13 +28,15 @@ from piecewise_graph.frontend.capture import capture, plan
 from piecewise_graph.frontend.compile import compile
 from piecewise_graph.frontend.freeze import freeze
 from piecewise_graph.graph_pool import GraphPool
-from piecewise_graph.report import explain
+from piecewise_graph.inspection.bisection import bisect
+from piecewise_graph.inspection.report import explain
 from piecewise_graph.splitter.splitting_ops import register_splitting_op
 from piecewise_graph.telemetry import counters
 
 __all__ = [
     "GraphPool",
     "PiecewiseConfig",
+    "bisect",
     "capture",
     "compile",
     "counters",

@@ -7,6 +7,7 @@ between versions are handled here and nowhere else.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -98,6 +99,12 @@ def assigned_attributes() -> frozenset[str]:
 
 def source_text(source: Any) -> str:
     return source.name if isinstance(source.name, str) else source.name()
+
+
+def module_source(node: Node) -> str:
+    """Source of the innermost module that called what `node` calls, such as `L['self'].layers.0`; or ""."""
+    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
+    return str(next(reversed(stack.values()))[0])
 
 
 def current_root_code() -> CodeType | None:
@@ -295,6 +302,25 @@ def compile_whole(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Call
     if compiler == "eager":
         return gm.forward
     return torch._dynamo.lookup_backend(compiler)(gm, list(inputs))
+
+
+def generated_code(run: Callable[..., Any]) -> str | None:
+    """The Python that Inductor wrote for a segment; None where another compiler made it, or a cache did.
+
+    AOTAutograd wraps what Inductor returns in functions that call one another.
+    """
+    seen, waiting = set[int](), [run]
+    while waiting:
+        inner = waiting.pop(0)
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        if type(inner).__name__ == "CompiledFxGraph":
+            return getattr(inner, "source_code", None) or None
+        held = [getattr(inner, name, None) for name in ("_compiled_fn", "compiled_fn", "__wrapped__")]
+        closed_over = inspect.getclosurevars(inner).nonlocals if inspect.isfunction(inner) else {}
+        waiting += filter(callable, [*held, *closed_over.values()])
+    return None
 
 
 def publish_graph(name: str, gm: GraphModule) -> None:

@@ -94,6 +94,16 @@ def forward_context(
         _current.reset(token)
 
 
+@contextmanager
+def in_place_of_active(context: ForwardContext) -> Iterator[None]:
+    """Make `context` the active one inside the `with` block, whatever is active outside."""
+    token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 def _is_key(key: object) -> bool:
     """`key` can tell graphs apart: it is hashable, equals itself, and is no tensor (equal by identity)."""
     try:

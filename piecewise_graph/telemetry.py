@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+from piecewise_graph.reasons import remedy
+
+log = logging.getLogger(__name__)
 
 NAMES = {
     "traces": "graphs that Dynamo handed to the backend",
@@ -53,6 +58,15 @@ class Counters:
         self._counts.clear()
 
     @contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """Whatever happens inside the `with` block is not counted."""
+        before = Counter(self._counts)
+        try:
+            yield
+        finally:
+            self._counts = before
+
+    @contextmanager
     def expect(self, **deltas: int) -> Iterator[None]:
         """Assert that exactly these changes happen inside the `with` block.
 
@@ -86,3 +100,11 @@ def _differences(before: Mapping[str, int], after: Mapping[str, int], deltas: Ma
 
 
 counters = Counters()
+
+
+def count_fallback(fallbacks: Counter[str], reason: str) -> None:
+    """Count one forward that no tape served, here and in `fallbacks`; log the first one of each reason."""
+    counters.add("fallbacks", reason=reason)
+    fallbacks[reason] += 1
+    if fallbacks[reason] == 1:
+        log.info("first fallback %s: %s", reason, remedy(reason))

@@ -19,6 +19,7 @@ from piecewise_graph.frontend import frozen_call
 from piecewise_graph.frontend.frozen_call import FrozenCall
 from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.graph_pool import GraphPool
+from piecewise_graph.inspection import differences
 from piecewise_graph.recorder.memory_plan import _TrialPool
 from piecewise_graph.recorder.static_buffers import FlatBuffers
 from piecewise_graph.runtime import runtime
@@ -243,6 +244,19 @@ def no_memory_for_input(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         return original(self, *layout)
 
     monkeypatch.setattr(FlatBuffers, "take", take)
+
+
+# --- pg.bisect ------------------------------------------------------------------------------------------
+
+
+def difference(found: Tensor, wanted: Tensor) -> Any:
+    """How far a tensor lies from the reference's: `.error`, `.at`, `.departs(eager's)`."""
+    return differences.difference(found, wanted)
+
+
+def call_replaced(monkeypatch: pytest.MonkeyPatch, fast: Any, model: Callable[..., Any]) -> None:
+    """As if the traces of a compiled model were of another model than `model`."""
+    monkeypatch.setattr(fast, "_model", model)
 
 
 # --- streams and captures of the caller -----------------------------------------------------------------

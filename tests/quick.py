@@ -14,6 +14,7 @@ QUICK = {
     "piecewise_graph.recorder": ("test_bridge_buffers",),
     "piecewise_graph.runtime": ("test_dispatch", "test_runtime"),
     "piecewise_graph.frontend": ("test_capture", "test_freeze"),
+    "piecewise_graph.inspection": ("test_report", "test_bisect"),
     "piecewise_graph.kernels": ("test_copies",),
     "piecewise_graph.kernels.linear": ("test_linear",),
     "piecewise_graph.custom_ops": ("test_kv_cache",),

@@ -31,7 +31,7 @@ LEVELS = (
     {"runtime"},
     {"backend"},
     {"frontend"},
-    {"report"},
+    {"inspection"},
     {"__init__"},
     {"custom_ops"},
     {"eagle"},

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from internals import fail_capture
 
+import piecewise_graph as pg
+from piecewise_graph.cli import doctor_command
 from piecewise_graph.cli.commands import main
 
 MODEL = str(Path(__file__).resolve().parents[1] / "benchmarks" / "models" / "byte-llama")
@@ -45,16 +50,86 @@ def test_help_shows_defaults(
     assert "None" not in printed and "==" not in printed
 
 
-def test_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
+def test_doctor_runs_what_it_reports(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PIECEWISE_GRAPH_CACHE_DIR", str(tmp_path / "cache"))
+    with pg.counters.expect(tapes=3, replays=2, compiles=3):
+        assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "everything that is here works"
+    state = {line[8:30].strip(): line.split()[0] for line in lines[:-1]}
+    assert "BROKEN" not in state.values()
+    for name in (
+        "torch",
+        "backend 'piecewise'",
+        "capture and replay",
+        "replay of a bucket",
+        "compiler",
+        "cache_dir",
+    ):
+        assert state[name] == "ok", name
+    assert state["attention 'torch'"] == state["register_attention"] == "ok"
+    assert list((tmp_path / "cache").iterdir())
+
+
+def a_wrong_attention(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(doctor_command, "serve", lambda batch, call, captured: call.out.copy_(call.q))
+    return "attention 'torch'      is off by"
+
+
+def an_old_torch(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(doctor_command, "version", lambda package: "2.10.1+cpu")
+    return "torch                  2.10.1+cpu is too old"
+
+
+def a_checkout_without_entry_point(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(doctor_command, "entry_points", lambda group: SimpleNamespace(names=set()))
+    return "backend 'piecewise'    torch.compile does not know it"
+
+
+def a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> str:
+    fail_capture(monkeypatch, RuntimeError("the driver is too old"), of="full")
+    return "graphs                 RuntimeError: the driver is too old"
+
+
+@pytest.mark.parametrize(
+    "fault", [a_wrong_attention, an_old_torch, a_checkout_without_entry_point, a_capture_that_fails]
+)
+def test_doctor_finds_a_fault_and_says_what_to_do(
+    fault: Callable[[pytest.MonkeyPatch], str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PIECEWISE_GRAPH_COMPILER", "eager")
+    says = fault(monkeypatch)
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    at = next(index for index, line in enumerate(lines) if f"BROKEN  {says}" in line)
+    assert "what to do: " in lines[at + 1] and lines[-1].endswith("broken")
+
+
+def test_doctor_names_a_cache_folder_that_others_may_write(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("PIECEWISE_GRAPH_CACHE_DIR", str(tmp_path))
+    assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
-    assert "transformers" in printed and "registered" in printed
+    assert (
+        "BROKEN  cache_dir" in printed and "folder_writable_by_others" in printed and "chmod 700" in printed
+    )
 
 
-def test_explain_captures_the_repositorys_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--compiler", "eager", "--max-tokens", "8"]) == 0
+def test_explain_captures_the_repositorys_model_and_writes_a_page(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "page.html"
+    assert main(["explain", "--compiler", "eager", "--max-tokens", "8", "--html", str(file)]) == 0
     printed = capsys.readouterr().out
     assert MODEL.rsplit("/", 1)[1] in printed and "9 steps: 5 segments" in printed
+    assert f"written to {file}" in printed
+    assert file.read_text().count('class="segment"') == 5 + 3  # segments, then one mark per structure
 
 
 @pytest.mark.slow
@@ -72,7 +147,15 @@ def test_demo_completes_text_like_eager(capsys: pytest.CaptureFixture[str]) -> N
         (["--model", "./nowhere"], "the model './nowhere' cannot be used: there is no such folder"),
         (["--model", str(Path(__file__).parent)], "cannot be used: there is no config.json in it"),
         (["--model", MODEL, "--dtype", "fp8"], "dtype 'fp8' cannot be used"),
+        (["--model", MODEL, "--dtype", "float8_e4m3fn"], "dtype 'float8_e4m3fn' cannot be used"),
+        (["--model", MODEL, "--dtype", ""], "dtype '' cannot be used"),
         (["--model", MODEL, "--device", "gpu"], "device 'gpu' cannot be used"),
+        (["--model", MODEL, "--device", "meta"], "device 'meta' cannot be used"),
+        (["--model", ""], "the model '' cannot be used"),
+        (["--model", __file__], "cannot be used"),
+        (["--html", "/nonexistent/page.html"], "its folder does not exist"),
+        (["--html", "/"], "--html / cannot be written: Is a directory"),
+        (["--html", f"{__file__}/page.html"], "its folder does not exist"),
     ],
 )
 def test_explain_says_what_it_cannot_load(

@@ -14,7 +14,7 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 480,
-    "_torch": 500,
+    "_torch": 520,
     "rules": 800,
     "claims": 430,
     "proof": 360,
@@ -75,16 +75,17 @@ def rooms_below() -> dict[str, set[str]]:
 BUDGETS = {
     "beside": 1475,
     "kernels": 434,
-    "splitter": 753,
+    "splitter": 772,
     "analysis": 1500,
     "compiler": 1200,
     "recorder": 1000,
-    "runtime": 741,
-    "frontend": 822,
+    "runtime": 768,
+    "inspection": 949,
+    "frontend": 823,
     "custom_ops": 3216,
     "eagle": 2943,
     "bench": 645,
-    "cli": 533,
+    "cli": 703,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from toys import WIDTH, Blocks, compiled, ops, rows, through_torch
 
 import piecewise_graph as pg
 from piecewise_graph.errors import NotCompiledError
+from piecewise_graph.inspection.report import Report, StepReport, StructureReport, TraceReport
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -67,6 +69,67 @@ def test_text_shows_what_a_person_asks(used: tuple[Blocks, object]) -> None:
     ):
         assert part in text
     assert max(map(len, text.splitlines())) <= 160
+
+
+class Page(HTMLParser):
+    """Tags that open and close in order, texts by class, and what the page asks the network for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.asked: list[str] = []
+        self.inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.asked += [name for name, _ in attrs if name in ("src", "href")]
+        self.asked += [tag] * (tag in ("script", "link", "img", "iframe"))
+        self.inside = dict(attrs).get("class") or tag
+        if tag not in ("meta", "path"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag != "path":
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self.inside, []).append(data)
+
+
+def test_page_shows_steps_structures_buckets_and_fallbacks(used: tuple[Blocks, object]) -> None:
+    report = pg.explain(used[1])
+    text = report.to_html()
+    found = Page(text)
+    assert not found.open and not found.asked and "@import" not in text and "url(" not in text
+    steps = [step.name for step in report.traces[0].layout]
+    assert found.texts["segment"][: LAYERS + 1] == [name for name in steps if name.startswith("segment")]
+    assert found.texts["op"] == ["toy::mix"] * LAYERS
+    codes = [structure.code for structure in report.traces[0].structures]
+    assert len(codes) == 3 and all(code in found.texts["pre"] for code in codes)
+    assert "above_max_tokens" in text and "raise max_tokens, or split the batch" in text
+    assert "Memory of the graph pool over capture" in text and "prefers-color-scheme: dark" in text
+    assert [bucket.pool_bytes > 0 for bucket in report.traces[0].buckets] == [True, True]
+
+
+def test_page_escapes_what_it_is_given() -> None:
+    evil = "<script>alert('1')</script>"
+    step = StepReport(evil, False, "", (f'"{evil}',))
+    trace = TraceReport(
+        evil, 1, blocked=evil, leaks=(evil,), failed={4: evil}, fallbacks={evil: 1}, layout=(step,),
+        structures=(StructureReport(evil, (evil,), evil, 0.0, evil),), padding={evil: evil},
+    )  # fmt: skip
+    text = Report((trace,), 0, 0, False, {evil: 1}, {4: evil}).to_html()
+    assert "<script" not in text and text.count("&lt;script&gt;") > 10
+    assert not Page(text).asked
+
+
+def test_report_has_the_code_that_inductor_generated(device: torch.device) -> None:
+    fast = compiled(lambda x: x.sin() * 2, compiler="inductor")
+    fast(rows(3, device))
+    (structure,) = pg.explain(fast).traces[0].structures
+    assert structure.origin == "Inductor" and "def call(" in structure.code
+    assert structure.segments == ("segment_0",)
 
 
 def test_text_shows_why_a_segment_is_not_padded(device: torch.device) -> None:

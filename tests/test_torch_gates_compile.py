@@ -40,6 +40,7 @@ def test_compiled_segment_serves_all_sizes_and_returns_a_sequence(
         x = torch.randn(count, 8, device=device)
         (found,) = made[0](x)
         torch.testing.assert_close(found, x.sin() * 2 + 1)
+    assert ("def call(" in (_torch.generated_code(made[0]) or "")) == (compiler == "inductor")
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])

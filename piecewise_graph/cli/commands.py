@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import platform
+import importlib
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import entry_points
-
-import torch
+from pathlib import Path
 
 from piecewise_graph.errors import PiecewiseError
 
@@ -44,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     made.set_defaults(run="demo.run")
     made = add("explain", help="compile and capture a causal LM, and say what was captured")
     arguments.explain_options(made)
+    made.add_argument("--html", type=Path, help="file for a page that a browser shows")
     made.set_defaults(run="demo.explain")
     made = add("generate", help="speculative decoding with a draft head, beside plain decoding")
     arguments.generate_options(made)
@@ -54,25 +52,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     arguments.serving_options(made)
     made.set_defaults(run="serving_command.run")
-    add("doctor", help="say what this environment can do").set_defaults(run="commands.doctor")
+    add("doctor", help="run what this environment can do").set_defaults(run="doctor_command.run")
     return parser
-
-
-def doctor(_: object = None) -> int:
-    """Print what is installed and what would happen here; 0 when the backend can be used."""
-    registered = "piecewise" in entry_points(group="torch_dynamo_backends").names
-    device = (
-        torch.cuda.get_device_name() if torch.cuda.is_available() else "none: stand-ins replace CUDA graphs"
-    )
-    rows = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "CUDA device": device,
-        "backend 'piecewise'": "registered" if registered else "NOT registered: pip install piecewise-graph",
-        **{
-            name: "yes" if importlib.util.find_spec(name) else "no"
-            for name in ("triton", "transformers", "depyf")
-        },
-    }
-    print("\n".join(f"{name:20s} {value}" for name, value in rows.items()))
-    return 0 if registered else 1

@@ -16,6 +16,7 @@ import piecewise_graph as pg
 from piecewise_graph.bench.drive import wait
 
 from . import generate_command
+from .files import check_file, write_file
 from .loading import default_model, load_model
 
 _TIMED_TOKENS = (1, 8, 64, 256)
@@ -36,14 +37,20 @@ def run(options: argparse.Namespace) -> int:
 
 @torch.no_grad()
 def explain(options: argparse.Namespace) -> int:
-    """Capture a model and print `pg.explain`."""
-    print(pg.explain(_capture(options)[-1]))
+    """Capture a model and print `pg.explain`, or write it as a page."""
+    if options.html is not None:
+        check_file("--html", options.html)  # before minutes are spent on the rest
+    report = pg.explain(_capture(options)[-1])
+    print(report)
+    if options.html is not None:
+        write_file("--html", options.html, report.to_html())
+        print(f"written to {options.html}")
     return 0
 
 
 def _capture(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     """(tokenizer, model, the same captured)."""
-    options.model = options.model or default_model()
+    options.model = default_model() if options.model is None else options.model
     tokenizer, model = load_model(options.model, "sdpa", options.dtype, options.device)
     count = sum(p.numel() for p in model.parameters())
     print(f"{options.model}: {count / 1e6:.1f} M parameters, {model.dtype}, {options.device}")

@@ -50,6 +50,10 @@ class CommandError(PiecewiseError, ValueError):
         )
 
     @classmethod
+    def unwritable(cls, option: str, file: Path, error: str) -> CommandError:
+        return cls(f"{option} {file} cannot be written: {error}.", "name a file that this user may write.")
+
+    @classmethod
     def no_tokenizer(cls, file: str) -> CommandError:
         return cls(
             f"--prompts {file} cannot be encoded: a model with random weights has no tokenizer.",

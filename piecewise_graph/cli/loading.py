@@ -48,7 +48,7 @@ def load_model(path: str, attention: str, dtype: str | None, device: str) -> tup
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     pg.register_attention()
-    wanted, where = _dtype(dtype) if dtype else "auto", _device(device)
+    wanted, where = "auto" if dtype is None else _dtype(dtype), _device(device)
     is_local = Path(path).exists() or not _HUB_ID.fullmatch(path)
     if is_local and not Path(path, "config.json").is_file():
         raise CommandError.no_model_folder(path)
@@ -57,7 +57,7 @@ def load_model(path: str, attention: str, dtype: str | None, device: str) -> tup
         model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=wanted)
     except Exception as error:  # of transformers, safetensors, tokenizers or the hub: each has its own
         raise CommandError.no_model(path, error) from error
-    if not dtype and sum(p.numel() for p in model.parameters()) <= _SMALL:
+    if dtype is None and sum(p.numel() for p in model.parameters()) <= _SMALL:
         model = model.float()
     return tokenizer, model.to(where).eval()
 
@@ -113,7 +113,7 @@ def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
 
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         raise CommandError.no_dtype(name)
     return found
 
@@ -121,7 +121,7 @@ def _dtype(name: str) -> torch.dtype:
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.ones(1, device=device).item()  # the meta device has no values
     except (RuntimeError, AssertionError) as error:
         raise CommandError.no_device(name, error) from error
     return device

@@ -14,6 +14,7 @@ from piecewise_graph.bench.setting import Setting
 from piecewise_graph.bench.trace import trace
 
 from .errors import CommandError
+from .files import check_file
 from .loading import Served, make_served
 
 GIVEN = "as given"
@@ -64,8 +65,8 @@ def _check(options: argparse.Namespace) -> None:
         raise CommandError.no_tokenizer(options.prompts)
     for name in ("json", "plot", "trace"):
         file = getattr(options, name)
-        if file is not None and not file.parent.is_dir():
-            raise CommandError.no_folder(f"--{name}", file)
+        if file is not None:
+            check_file(f"--{name}", file)
 
 
 def _load(options: argparse.Namespace, served: Served) -> Load:

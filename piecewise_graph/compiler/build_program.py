@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +27,8 @@ from piecewise_graph.splitter.merged_weights import Merge
 from piecewise_graph.splitter.split import Unsplittable
 from piecewise_graph.splitter.split_graph import Ref, SegmentStep, SplitGraph, references
 from piecewise_graph.splitter.splitting_ops import bind_arguments, written_arguments
+
+log = logging.getLogger(__name__)
 
 
 def build_program(
@@ -69,6 +73,11 @@ def build_program(
         proved.unpaddable,
         merge,
     )
+    ops = ", ".join(f"{count} x {name}" for name, count in Counter(c.op.name for c in graph.op_calls).items())
+    log.info(
+        "split into %d steps: %d segments, %d of them distinct, %s; replayed: %s", len(graph.steps),
+        len(graph.segments), len(program.distinct), ops or "no splitting op", program.blocked or "yes",
+    )  # fmt: skip
     return specialized(program, example_inputs, config, compiled)
 
 

@@ -25,6 +25,7 @@ from piecewise_graph.splitter.split_graph import (
 
 RunSegment = Callable[[SegmentStep, CompiledSegment, list[Any]], Sequence[Tensor]]
 RunOp = Callable[[OpCall, tuple[Any, ...], dict[str, Any]], Any]
+Settle = Callable[[str, Any, TensorSpec, Sizes], Tensor]
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,13 @@ def run_steps(
     *,
     run_segment: RunSegment | None = None,
     run_op: RunOp | None = None,
+    settle: Settle | None = None,
 ) -> list[Any]:
     """Run the trace without graphs, at the exact size of `args`.
 
     Args:
         run_segment, run_op: called in place of a plain call; the recorder rehearses through them.
+        settle: makes of an op's result what the next segment takes; default `as_promised`.
 
     Returns:
         the graph's outputs, owned by the caller.
@@ -149,7 +152,7 @@ def run_steps(
                 )
                 for element, slot in call.outputs:
                     part = result if element is None else result[element]
-                    values[slot] = as_promised(call.op.name, part, split.spec(slot), sizes)
+                    values[slot] = (settle or as_promised)(call.op.name, part, split.spec(slot), sizes)
         for slot in program.dying_at(index):
             values[slot] = None
     return [resolve(output, value_of) for output in split.outputs]

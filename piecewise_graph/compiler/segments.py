@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from piecewise_graph.compiler.segment_key import (
 )
 from piecewise_graph.splitter.split_graph import SegmentStep, SplitGraph
 from piecewise_graph.telemetry import counters
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -150,5 +153,6 @@ def _compile(
     if not made.from_cache:
         counters.add("compiles")
     seconds = time.perf_counter() - began
+    log.debug("segment_%d: structure %s in %.2f s", step.index, key.digest, seconds)
     conditions = conditions_since(given, key, _torch.shape_env_of(gm))
     return CompiledSegment(key.digest, gm, made.run, facts, seconds, conditions, made.from_cache, made.reason)

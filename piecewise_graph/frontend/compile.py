@@ -43,7 +43,7 @@ from piecewise_graph.frontend.token_dims import TokenDims
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.side_channel import Purpose, TracedOnly
 from piecewise_graph.sizes import ShapeMiss
-from piecewise_graph.telemetry import counters
+from piecewise_graph.telemetry import count_fallback
 
 _MAX_TRACES = 8
 _HINT_TOKENS = 16
@@ -203,8 +203,7 @@ class CompiledModel:
             return trace(*args, **kwargs)
 
     def _count_fallback(self, reason: str) -> None:
-        counters.add("fallbacks", reason=reason)
-        self.model_state.fallbacks[reason] += 1
+        count_fallback(self.model_state.fallbacks, reason)
 
     def _new_trace(self, guards: str) -> Callable[..., Any]:
         options: Any = {"guard_filter_fn": _torch.drop_shape_guards} if guards == "relaxed" else None

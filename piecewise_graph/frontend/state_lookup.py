@@ -11,6 +11,11 @@ from piecewise_graph.frontend.compile import CompiledModel
 from piecewise_graph.runtime.model_state import ModelState, states_binding, states_from
 
 
+def original_of(compiled: Any) -> Any | None:
+    """The module or function that pg.compile or torch.compile was given."""
+    return compiled._model if isinstance(compiled, CompiledModel) else _torch.original_callable(compiled)
+
+
 def state_of(compiled: Any) -> ModelState | None:
     """The model state of what pg.compile or torch.compile returned; None where it has no trace yet.
 

@@ -20,6 +20,7 @@ class BucketRecord:
             static inputs.
         planned_bytes: what pg.plan said of `graph_bytes` before; None where it was not asked, or when full.
         replays: forwards served so far.
+        pool_bytes: of the pool after its capture; 0 in a plan.
         unpadded: reason -> segments that its replays run uncaptured at the exact size.
     """
 
@@ -32,4 +33,5 @@ class BucketRecord:
     buffer_bytes: int = 0
     planned_bytes: int | None = None
     replays: int = 0
+    pool_bytes: int = 0
     unpadded: dict[str, int] = field(default_factory=dict)

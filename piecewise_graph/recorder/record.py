@@ -57,6 +57,7 @@ class _Recording:
         self.owned: dict[int, Tensor] = {}
         self.borrowed: dict[int, Tensor] = {}
         self.entries: list[Call | LateCall] = []
+        self.steps: list[int] = []
         self.unpadded: Counter[str] = Counter()
         self.graphs = 0
 
@@ -67,6 +68,7 @@ class _Recording:
             else:
                 self._segment(step, self.program.compiled[step.index])
             self._let_go(index)
+            self.steps += [index] * (len(self.entries) - len(self.steps))
         return ReplayTape(
             self.program,
             self.bucket,
@@ -77,6 +79,7 @@ class _Recording:
             unpadded=dict(self.unpadded),
             keep=tuple(self.keep),
             graphs=self.graphs,
+            steps=tuple(self.steps),
         )
 
     def _value(self, item: Ref | Size) -> Any:

@@ -70,6 +70,7 @@ class ReplayTape:
         unpadded: reason -> number of segments that run uncaptured because they do not.
         keep: storages that graphs read by address, kept alive by the tape.
         graphs: how many were captured.
+        steps: per entry, the index of the step that it belongs to; empty for a tape of one graph.
     """
 
     program: Program
@@ -81,6 +82,7 @@ class ReplayTape:
     unpadded: Mapping[str, int]
     keep: tuple[Any, ...]
     graphs: int
+    steps: tuple[int, ...] = ()
     _bound: dict[int, BoundTape] = field(default_factory=dict)
 
     def bind(self, num_tokens: int) -> BoundTape:

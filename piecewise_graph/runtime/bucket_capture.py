@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.runtime.captured_context import CapturedContext
 from piecewise_graph.runtime.replay import CapturedBucket
 from piecewise_graph.runtime.tapes import TapeSet
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,21 @@ def capture_bucket(
             return Outcome(rehearsal.outputs, failure=failure)
         except Exception as error:  # whatever it was: the call itself has its answer
             return Outcome(rehearsal.outputs, failure=CaptureError.failed(error))
+    held_now = workspace.pool.bytes()
     record = BucketRecord(
         bucket,
         tape.graphs,
-        workspace.pool.bytes() - before,
+        held_now - before,
         mode=tapes.name,
         seconds=time.perf_counter() - began,
         planned_bytes=planned,
         unpadded=dict(tape.unpadded),
+        pool_bytes=held_now,
     )
+    log.info(
+        "captured %d tokens, %s: %d graphs, %d bytes, %.1f ms", bucket, tapes.name, tape.graphs,
+        record.graph_bytes, record.seconds * 1e3,
+    )  # fmt: skip
     return Outcome(rehearsal.outputs, captured=CapturedBucket(tape, record, held))
 
 

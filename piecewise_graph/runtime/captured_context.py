@@ -57,7 +57,7 @@ class CapturedContext:
             (name, tensor)
             for name, value in context.fields.items()
             if not isinstance(value, Tensor)
-            for tensor in _tensors(value)
+            for tensor in tensors_in(value)
         ]
         return cls(
             dict(context.fields),
@@ -114,14 +114,14 @@ def _place(tensor: Tensor) -> Place:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
     """Tensors held by an object's attributes and by tuples, not too deep."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item, depth - 1)
+            yield from tensors_in(item, depth - 1)
     elif depth and (is_dataclass(value) or hasattr(value, "__dict__")) and not isinstance(value, type):
         names = [field.name for field in fields(value)] if is_dataclass(value) else vars(value)
         for name in names:
-            yield from _tensors(getattr(value, name, None), depth - 1)
+            yield from tensors_in(getattr(value, name, None), depth - 1)

@@ -9,6 +9,7 @@ when they bind a parameter in common or come from the same code.
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from torch import Tensor
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.graph_pool import GraphPool
+from piecewise_graph.reasons import remedy
 from piecewise_graph.recorder.memory_plan import Plan, TraceToPlan
 from piecewise_graph.recorder.padding_proofs import PaddingProofs
 from piecewise_graph.runtime.side_channel import Purpose, SideChannel
@@ -29,6 +31,7 @@ FindState: TypeAlias = "Callable[[Sequence[Tensor]], ModelState]"
 
 _states: weakref.WeakSet[ModelState] = weakref.WeakSet()
 _numbers = itertools.count()
+log = logging.getLogger(__name__)
 
 
 class Trace(Protocol):
@@ -82,10 +85,17 @@ class ModelState:
         self.plan: Plan | None = None
         self.number = next(_numbers)
         self._traces: list[weakref.ref[Trace]] = []
+        self._warned = config.cuda_graphs == "off"
         _states.add(self)
 
     def add(self, trace: Trace) -> None:
         self._traces.append(weakref.ref(trace))
+        reasons = [each.blocked for each in self.traces]
+        if not self._warned and all(reasons):
+            self._warned = True
+            log.warning(
+                "no call of this model is replayed so far: %s; %s", reasons[-1], remedy(str(reasons[-1]))
+            )
 
     @property
     def traces(self) -> tuple[Trace, ...]:

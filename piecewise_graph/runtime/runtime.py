@@ -8,6 +8,7 @@ was bound. Whatever may change between calls (a released pool, a reset) empties 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -34,7 +35,9 @@ from piecewise_graph.runtime.replay import Replay
 from piecewise_graph.runtime.side_channel import Purpose
 from piecewise_graph.runtime.tapes import TapeSet
 from piecewise_graph.sizes import Sizes
-from piecewise_graph.telemetry import counters
+from piecewise_graph.telemetry import count_fallback, counters
+
+log = logging.getLogger(__name__)
 
 # How many sizes that cannot be padded may have graphs at a time, beside the capture sizes.
 _MOST_EXACT_SIZES = 8
@@ -267,6 +270,7 @@ class Runtime:
             self._count_fallback(outcome.reason, num_tokens)
         elif outcome.failure is not None:
             tapes.failed[bucket] = outcome.failure
+            log.info("not captured: %d tokens, %s: %s", bucket, tapes.name, outcome.failure)
             counters.add("failed_captures")
         elif outcome.captured is not None:
             tapes.buckets[bucket] = outcome.captured
@@ -284,7 +288,6 @@ class Runtime:
             tapes.ready.clear()
 
     def _count_fallback(self, reason: str, num_tokens: int) -> None:
-        counters.add("fallbacks", reason=reason)
-        self.fallbacks[reason] += 1
+        count_fallback(self.fallbacks, reason)
         if reason in PADDING_REASONS and self.state.config.max_graph_bytes is None:
             self._returning.add(num_tokens)  # the next call of this size may have graphs of its own

@@ -6,7 +6,7 @@ else gets through, so everything else passes here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -45,11 +45,13 @@ class SideChannel:
     Attributes:
         purpose: of the current calls.
         graphs_run: graphs that began to run since the last `begin_call`.
+        answer: what runs in place of a trace, called with it and its arguments; or None.
     """
 
     def __init__(self) -> None:
         self.purpose = Purpose.SERVE
         self.graphs_run = 0
+        self.answer: Callable[[Any, Sequence[Any]], Any] | None = None
         self._observed: list[Ran] | None = None
 
     def begin_call(self) -> None:
@@ -81,6 +83,15 @@ class SideChannel:
             yield
         finally:
             self.purpose = before
+
+    @contextmanager
+    def answering(self, answer: Callable[[Any, Sequence[Any]], Any]) -> Iterator[None]:
+        """Calls inside the block are answered by `answer(trace, args)`; the traces do not run."""
+        self.answer = answer
+        try:
+            yield
+        finally:
+            self.answer = None
 
     @contextmanager
     def observing(self) -> Iterator[list[Ran]]:

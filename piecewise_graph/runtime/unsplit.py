@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from piecewise_graph.runtime.model_state import ModelState
-from piecewise_graph.telemetry import counters
+from piecewise_graph.telemetry import count_fallback
 
 
 class UnsplitRuntime:
@@ -31,8 +31,7 @@ class UnsplitRuntime:
 
     def __call__(self, *args: Any) -> Any:
         self.state.channel.admitted()
-        counters.add("fallbacks", reason=self.blocked)
-        self.fallbacks[self.blocked] += 1
+        count_fallback(self.fallbacks, self.blocked)
         return self.run(*args)
 
     def drop_graphs(self) -> None:

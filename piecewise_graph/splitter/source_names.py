@@ -6,6 +6,8 @@ import re
 
 # Where a placeholder of a graph that stands for several weights keeps its name.
 MERGED_NAME = "piecewise_merged_name"
+# Where a node of a segment keeps the path of the module that called its function.
+MODULE = "piecewise_module"
 
 
 def readable_source(source: str) -> str:

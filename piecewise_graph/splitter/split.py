@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 
 from piecewise_graph import _torch
 from piecewise_graph.sizes import TensorSpec, is_scalar
-from piecewise_graph.splitter.source_names import MERGED_NAME, readable_source
+from piecewise_graph.splitter.source_names import MERGED_NAME, MODULE, readable_source
 from piecewise_graph.splitter.split_graph import (
     Input,
     OpCall,
@@ -241,7 +241,8 @@ class _Lowering:
             raise Unsplittable("a_tuple_crosses_a_cut")
         op = splitting_op_of(node)
         assert op is not None and callable(node.target)
-        return OpCall(op, callable_of(op, node.target), tuple(args), dict(kwargs), outputs)
+        module = readable_source(_torch.module_source(node))
+        return OpCall(op, callable_of(op, node.target), tuple(args), dict(kwargs), outputs, module)
 
     def _segment_step(self, group: _Group, position: int) -> SegmentStep | None:
         inside = set(group.nodes)
@@ -288,6 +289,7 @@ class _SegmentBuilder:
         kwargs = map_arg(dict(node.kwargs), self._operand)
         new = self.graph.create_node(node.op, node.target, tuple(args), dict(kwargs))
         new.meta["example_value"] = _torch.example_value(node)
+        new.meta[MODULE] = readable_source(_torch.module_source(node))
         self.copied[node] = new
         return new
 

@@ -73,6 +73,7 @@ class OpCall:
 
     Attributes:
         outputs: (index into the returned tuple, or None for a lone tensor; slot) of results that are used.
+        module: path of the module that calls it, as far as Dynamo says; else "".
     """
 
     op: SplittingOp
@@ -80,6 +81,7 @@ class OpCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[tuple[int | None, int], ...]
+    module: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from piecewise_graph import _torch
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import NotCompiledError
 from piecewise_graph.frontend.state_lookup import state_of
+from piecewise_graph.inspection.page import page
+from piecewise_graph.inspection.steps import ops_of, step_name
 from piecewise_graph.reasons import remedy
 from piecewise_graph.recorder.bucket_record import BucketRecord
 from piecewise_graph.recorder.padding_proofs import PaddingProofs
@@ -18,6 +22,40 @@ from piecewise_graph.runtime.budget import over_budget
 from piecewise_graph.runtime.model_state import Trace
 from piecewise_graph.runtime.runtime import Runtime
 from piecewise_graph.sizes import range_text
+from piecewise_graph.splitter.split_graph import SegmentStep, Step
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A segment, or the splitting ops between two.
+
+    Attributes:
+        name: `segment_4`, as depyf's files are called, or the ops' names.
+        structure: key of a segment's structure; "" of splitting ops.
+        ops: what it calls, with the paths of the modules that call it.
+    """
+
+    name: str
+    segment: bool
+    structure: str
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StructureReport:
+    """A compiled structure.
+
+    Attributes:
+        segments: names of those that it runs.
+        origin: what made it: "Inductor", a loaded file, or "FX".
+        code: that Inductor generated; else the graph itself.
+    """
+
+    key: str
+    segments: tuple[str, ...]
+    origin: str
+    seconds: float
+    code: str
 
 
 @dataclass(frozen=True)
@@ -43,6 +81,8 @@ class TraceReport:
         merged: parallel linears that run as one, `q_proj+k_proj+v_proj` -> groups.
         merged_linears: members of all these groups.
         apart: why others could not be merged -> groups.
+        layout: the steps in their order.
+        structures: the compiled structures, in the order of their first segment.
     """
 
     sizes: str
@@ -66,6 +106,8 @@ class TraceReport:
     merged: dict[str, int] = field(default_factory=dict)
     merged_linears: int = 0
     apart: dict[str, int] = field(default_factory=dict)
+    layout: tuple[StepReport, ...] = ()
+    structures: tuple[StructureReport, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +129,10 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers, ready for json.dump."""
         return asdict(self)
+
+    def to_html(self) -> str:
+        """One page for a browser, which needs nothing beside itself."""
+        return page(self.to_dict())
 
     def __str__(self) -> str:
         lines = []
@@ -154,7 +200,23 @@ def _split_trace(number: int, runtime: Runtime) -> TraceReport:
         merged=dict(program.merge.merged),
         merged_linears=program.merge.linears,
         apart=dict(program.merge.apart),
+        layout=tuple(map(partial(_step, program), split.steps)),
+        structures=tuple(_structure(program, segment) for segment in distinct),
     )
+
+
+def _step(program: Program, step: Step) -> StepReport:
+    is_segment = isinstance(step, SegmentStep)
+    key = program.compiled[step.index].key if isinstance(step, SegmentStep) else ""
+    return StepReport(step_name(step), is_segment, key, ops_of(step))
+
+
+def _structure(program: Program, segment: CompiledSegment) -> StructureReport:
+    steps = [step for step in program.split.segments if program.compiled[step.index].key == segment.key]
+    code = _torch.generated_code(segment.run)
+    origin = "loaded from cache_dir" if segment.from_cache else "Inductor" if code else "FX"
+    names = tuple(map(step_name, steps))
+    return StructureReport(segment.key, names, origin, segment.seconds, code or segment.gm.code.strip())
 
 
 def _unpadded(program: Program, proofs: PaddingProofs) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""For whoever doubts: what became of a model (`report`, `page`), and where it departs (`bisection`)."""
