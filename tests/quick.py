@@ -10,6 +10,7 @@ from pathlib import Path
 QUICK = {
     "piecewise_graph": ("test_buckets", "test_config", "test_counters", "test_context"),
     "piecewise_graph.splitter": ("test_splitter_steps",),
+    "piecewise_graph.analysis": ("test_padding_rules",),
     "piecewise_graph.compiler": ("test_compiler",),
     "piecewise_graph.recorder": ("test_bridge_buffers",),
     "piecewise_graph.runtime": ("test_dispatch", "test_runtime"),

@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from piecewise_graph._torch import OpOverload, OpOverloadPacket
 from piecewise_graph.errors import SplittingOpError
-from piecewise_graph.splitter.torch_attention import scaled_dot_product_attention
+from piecewise_graph.splitter.dense_keys import scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
