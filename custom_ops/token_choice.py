@@ -28,10 +28,11 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def argmax(logits: Tensor) -> Tensor:
     """int32 `[rows]`: the index of the largest of each row of `logits [rows, V]`, the first of equals.
 
-    As `torch.argmax(logits, -1)`, but on a GPU infinity counts as much as NaN.
+    NaN counts as infinity. So a row of a broken model has a token too, the same one in every batch and on
+    every device.
     """
     if not (kernels_serve(logits) and logits.dtype in _FLOATS and logits.stride(1) == 1 and logits.shape[1]):
-        return logits.argmax(-1).int()
+        return first_largest(logits).int()
     from triton import next_power_of_2
 
     rows, columns = logits.shape
@@ -43,6 +44,11 @@ def argmax(logits: Tensor) -> Tensor:
     of_parts((rows, parts, 1), (logits, values, indices), columns, logits.stride(0), _BLOCK)
     of_row((rows, 1, 1), (values, indices, out), parts, next_power_of_2(parts))
     return out
+
+
+def first_largest(logits: Tensor) -> Tensor:
+    """int64 `[...]`: the rule of `argmax` in torch, of `logits [..., V]`."""
+    return torch.where(logits.isnan(), torch.inf, logits).argmax(-1)
 
 
 def uniforms(seed: Tensor, length: Tensor, use: Tensor) -> Tensor:

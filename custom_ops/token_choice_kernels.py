@@ -12,7 +12,7 @@ def argmax_of_parts_kernel(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * STRIDE + column, mask=column < COLUMNS, other=-float("inf")).to(tl.float32)
-    x = tl.where(x == x, x, float("inf"))  # NaN counts as the largest, as in torch
+    x = tl.where(x == x, x, float("inf"))  # NaN counts as infinity
     value, index = tl.max(x, 0, return_indices=True)
     at = row * tl.num_programs(1) + part
     tl.store(values + at, value)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,6 +170,75 @@ def test_full_disk_is_harmless_and_leaves_no_rubbish(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
     with missed():
         run(tmp_path)
+
+
+def test_folder_that_is_only_read_serves_and_is_not_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system mounted read-only; root may write to every other folder."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    with hit():
+        run(folder)
+    only_file(folder).unlink()
+    with missed(unsaved="unwritable"):
+        run(folder)
+
+
+def test_folder_removed_in_between_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(folder)
+    with missed():
+        run(folder)
+    only_file(folder)
+    write, made = disk_cache._write_whole, []
+
+    def removed(path: Path, content: bytes) -> None:
+        made.append(path)
+        shutil.rmtree(folder)  # after it was checked, before it is written to
+        write(path, content)
+
+    shutil.rmtree(folder)
+    monkeypatch.setattr(disk_cache, "_write_whole", removed)
+    with missed(unsaved="unwritable"):
+        run(folder)
+    assert made
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from piecewise_graph.compiler import disk_cache
+entry = disk_cache.Entry(disk_cache.unpack(Path(sys.argv[2]).read_bytes()).key, bytes(1 << 27), b"", {})
+print("ready", flush=True)
+while True:
+    disk_cache.write_private(sys.argv[1], "other.segment", disk_cache.pack(entry))
+"""
+
+
+def test_killed_writer_leaves_nothing_that_is_read_and_its_rest_is_cleared(folder: Path) -> None:
+    """kill -9 in the middle of a file: what it has written so far has another name."""
+    command = [sys.executable, "-c", WRITER, str(folder), str(only_file(folder))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None and writer.stdout.readline()
+        while not list(folder.glob(".partial-*")):
+            assert writer.poll() is None
+            time.sleep(0.001)
+        writer.kill()
+    (folder / "other.segment").unlink(missing_ok=True)
+    partial = folder / ".partial-left"
+    partial.write_bytes(b"half of a file")
+    with hit():
+        run(folder)
+    only_file(folder).unlink()
+    for file in folder.glob(".partial-*"):
+        os.utime(file, (1, 1))  # long ago
+    (folder / ".partial-new").write_bytes(b"another process is about to rename it")
+    with missed():
+        run(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [".partial-new", only_file(folder).name]
 
 
 def test_readers_never_see_part_of_a_file(tmp_path: Path) -> None:

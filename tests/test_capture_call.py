@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -110,6 +113,24 @@ def test_release_inside_of_a_replay_is_refused(device: torch.device) -> None:
     replay = pool.capture_call(body, device=device)
     tried.append(1)
     replay()
+
+
+def test_model_of_the_pool_called_inside_of_a_body_is_not_replayed(device: torch.device) -> None:
+    """The body runs twice: to warm up and for the capture, or on a CPU in the replay."""
+    pool, x = pg.GraphPool(), torch.ones(4, 8, device=device)
+    fast = pg.compile(lambda x: x * 2, compiler="eager", token_dim={"x": 0}, pool=pool, capture_sizes=[4])
+    for _ in range(2):
+        fast(x)
+    with pg.counters.expect(replays=0, **{"fallbacks:nested_forward": 2}):
+        pool.capture_call(lambda: fast(x), device=device)()
+
+
+def test_call_that_nobody_holds_is_freed_before_its_pool(device: torch.device) -> None:
+    pool, total = pg.GraphPool(), torch.zeros(2, device=device)
+    call = weakref.ref(pool.capture_call(lambda: total.add_(1.0), device=device))
+    gc.collect()
+    assert call() is None
+    pool.release()
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from piecewise_graph.custom_ops.token_choice import argmax
 from piecewise_graph.eagle import (
     Sampling,
     SpeculatorError,
@@ -233,3 +234,28 @@ class TestSamplingSettings:
     def test_edges_are_taken(self) -> None:
         Sampling(0.0, 0, 1.0, 0)
         Sampling(1e30, 2**31 - 1, 1e-30, 2**62 - 1)
+
+
+@pytest.mark.parametrize("how", [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 3, 0.9)], ids=str)
+def test_row_of_nan_and_infinity_is_certain_in_every_batch(
+    how: tuple[float, int, float], device: torch.device
+) -> None:
+    """Its token is that of a greedy request, whatever stands beside it and however it is sampled."""
+    nan, inf = torch.nan, torch.inf
+    broken = torch.tensor(
+        [[0, inf, nan, 1], [0, nan, inf, 1], [-inf] * 4, [nan] * 4, [3, -inf, inf, inf], [1, nan, 2, 3]]
+    )
+    logits = torch.cat([broken, torch.tensor([[1.0, 2.0, -inf, 0.0]])]).to(device)
+    temperature, top_k, top_p = (torch.full((len(logits),), x, device=device) for x in how)
+    uniform = torch.linspace(0, 0.999, len(logits), device=device)
+
+    def tokens(order: Tensor) -> list[int]:
+        more = (top_k, top_p) if how[1] else ()
+        rows = [x[order] for x in (temperature, *more)]
+        return draw(distribution(logits[order], *rows), uniform[order]).tolist()
+
+    every = torch.arange(len(logits), device=device)
+    found = tokens(every)
+    assert found[: len(broken)] == argmax(logits)[: len(broken)].tolist() == [1, 1, 0, 0, 2, 1]
+    assert tokens(every.flip(0)) == found[::-1]
+    assert [tokens(every[index : index + 1])[0] for index in every.tolist()] == found

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_cases import prefill, resources
+from internals import fail_capture
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import piecewise_graph as pg
@@ -84,6 +85,60 @@ def test_prefill_that_was_interrupted_is_begun_anew(
     while engine.unfinished:
         engine.step()
     assert [request.tokens for request in requests] == expected
+
+
+def one_size(device: torch.device) -> Speculator:
+    """Rounds of one shape and size, so that each phase is captured once."""
+    target = build_target(device, num_hidden_layers=1)
+    return Speculator(
+        target, build_draft(target), shapes=[CHAIN], batch_sizes=[2], max_requests=2, max_seq_len=48, **EAGER
+    )
+
+
+@pytest.mark.parametrize(
+    ("failing", "error"),
+    [("verify", torch.OutOfMemoryError("wanted 12 GiB")), ("all", RuntimeError("broken"))],
+)
+def test_phase_that_cannot_be_captured_runs_compiled(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, failing: str, error: Exception
+) -> None:
+    """The engine goes on. Each run without the graph is counted, and the speculator says why."""
+    speculator, prompts = one_size(device), PROMPTS[:2]
+    asked: dict[str, Any] = {"max_new_tokens": 6, "overlap": False}
+    expected = speculator.generate(prompts, graphs="eager", **asked)
+    capture = pg.GraphPool.capture_call
+    failures = 3 if failing == "all" else 1
+
+    def broken(self: Any, body: Any, *, device: Any, name: str) -> Any:
+        if failing in (name, "all"):
+            raise error
+        return capture(self, body, device=device, name=name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pg.GraphPool, "capture_call", broken)
+        with pg.counters.expect(failed_captures=failures, phase_captures=3 - failures):
+            before = pg.counters.snapshot().get("not_full:capture_failed", 0)
+            assert speculator.generate(prompts, graphs="full", **asked) == expected
+            assert pg.counters.snapshot()["not_full:capture_failed"] > before
+    assert len(speculator.failed_captures) == failures
+    for text in speculator.failed_captures:
+        assert str(error) in text and "batch_sizes" in text and "2 requests, a chain of 3" in text
+    with pg.counters.expect(failed_captures=0, phase_captures=0):  # not tried in every round
+        assert speculator.generate(prompts, graphs="full", **asked) == expected
+    pg.reset()
+    assert speculator.generate(prompts, graphs="full", **asked) == expected
+    assert speculator.failed_captures == ()
+
+
+def test_tape_that_cannot_be_captured_runs_compiled(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculator, asked = one_size(device), {"max_new_tokens": 4}
+    expected = speculator.generate(PROMPTS, graphs="eager", **asked)
+    fail_capture(monkeypatch, torch.OutOfMemoryError("wanted 12 GiB"))
+    before = pg.counters.snapshot().get("fallbacks:capture_failed", 0)
+    assert speculator.generate(PROMPTS, graphs="piecewise", **asked) == expected
+    assert pg.counters.snapshot()["fallbacks:capture_failed"] > before
 
 
 def test_second_engine_is_refused_until_the_first_is_closed(speculator: Speculator) -> None:

@@ -168,6 +168,7 @@ def test_caller_on_another_stream_waits_for_the_last_one(monkeypatch: pytest.Mon
     assert waits == [(2, 1), (1, 2), (3, 1)]
     with on(4, capturing=True), pool.using():
         pass
+    assert len(waits) == 3  # a stream that is captured waits for nothing
     with on(4), pool.using():
         pass
     assert waits[3:] == [(4, 3)]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import fail_capture
 from torch import Tensor
-from toys import SIZES, ops, rows, watching
+from toys import SIZES, assert_same, ops, rows, watching
 
 import piecewise_graph as pg
 
@@ -90,6 +90,17 @@ def test_segment_that_must_not_be_padded_makes_full_graphs_exact(device: torch.d
             setup.call(count)
     counts = pg.counters.snapshot()
     assert counts["not_full:mixes_tokens"] == counts["not_full"] > 0
+
+
+def test_answer_of_the_call_that_captured_stays(device: torch.device) -> None:
+    """A CPU's stand-in begins with copies of what the rehearsal returned: those are the caller's."""
+    setup, x = Setup(device), rows(4, device)
+    with pg.forward_context(live=setup.live.fill_(4), full_graph=True):
+        kept = setup.fast(x)
+        wanted = kept.clone()
+        for _ in range(2):
+            setup.fast(rows(4, device))
+    assert_same(kept, wanted)
 
 
 def test_capture_that_fails_costs_the_bucket_and_says_why(

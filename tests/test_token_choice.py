@@ -63,6 +63,25 @@ def test_nothing_to_choose_from_is_still_a_token(dtype: torch.dtype, columns: in
     assert argmax(rows).tolist() == [0, 0, columns // 2, columns - 1]
 
 
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)
+@pytest.mark.parametrize("columns", [3, 2049])
+def test_rows_of_nan_and_infinity_have_one_token_however_they_come(dtype: torch.dtype, columns: int) -> None:
+    """NaN counts as infinity, the first of equals wins: alone, in any place of a batch, with any strides."""
+    torch.manual_seed(0)
+    specials = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0, 0.0])
+    weights = torch.tensor([1.0, 1.0, 4.0, 40.0, 40.0])
+    rows = specials[weights.expand(24, -1).multinomial(columns, replacement=True)]
+    rows[:3, :3] = torch.tensor([[0.0, torch.inf, torch.nan], [0.0, torch.nan, torch.inf], [-torch.inf] * 3])
+    rows = rows.to(DEVICE, dtype)
+    wanted = rows.masked_fill(rows.isnan(), torch.inf).argmax(-1).tolist()
+    assert wanted[0] == wanted[1] == 1
+    assert argmax(rows).tolist() == wanted
+    assert argmax(rows.flip(0)).tolist() == wanted[::-1]
+    assert argmax(rows.t().contiguous().t()).tolist() == wanted
+    assert [argmax(row[None]).item() for row in rows] == wanted
+    assert token_choice.first_largest(rows).tolist() == wanted
+
+
 def test_other_strides() -> None:
     logits = torch.randn(40, 9, device=DEVICE).t()
     assert torch.equal(argmax(logits).long(), logits.argmax(-1))

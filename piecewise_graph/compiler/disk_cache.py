@@ -20,7 +20,9 @@ import os
 import pickle
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ _MAGIC = b"piecewise-graph segment 2\n"
 _LENGTH = 8
 _DIGEST = 32
 _HEADER = len(_MAGIC) + _LENGTH + _DIGEST
-_SUFFIX = ".segment"
+_SUFFIX, _PARTIAL = ".segment", ".partial-"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 Folder = str | os.PathLike[str]
@@ -231,15 +233,24 @@ def write_private(folder: Folder, name: str, content: bytes) -> str | None:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         reason = _not_private(os.stat(folder), "folder", (os.geteuid(), 0))
         if reason is None:
+            _clear_partials(Path(folder))
             _write_whole(Path(folder, name), content)
         return reason
     except (OSError, AttributeError):  # AttributeError: a system without owners of files
         return "unwritable"
 
 
+def _clear_partials(folder: Path) -> None:
+    """Remove what writers that were killed have left; nobody writes for an hour."""
+    for partial in folder.glob(_PARTIAL + "*"):
+        with suppress(OSError):  # another process may be doing the same
+            if time.time() - partial.stat().st_mtime > 3600:
+                partial.unlink()
+
+
 def _write_whole(path: Path, content: bytes) -> None:
     """Replace `path` at once: a reader sees all of `content`, or what was there before."""
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=_PARTIAL)
     try:
         with open(handle, "wb") as file:
             file.write(content)

@@ -106,6 +106,14 @@ class Speculator:
                     for rule in rules:
                         self._rounds.get(shape, size, rule, _by_phase(self.graphs))
 
+    @property
+    def failed_captures(self) -> tuple[str, ...]:
+        """Phases that run compiled because their graphs could not be captured, each with the reason.
+
+        Counted as `not_full:capture_failed`. `pg.reset()` lets the next round capture again.
+        """
+        return self._rounds.failures
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -8,6 +8,7 @@ Mode `piecewise` runs the phase's own lines on the host and every forward in it 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -79,15 +80,19 @@ class Forward:
         return rows in self._captured if mode == PIECEWISE else self._was_called
 
     def capture(self, batch: AttentionBatch | None, **inputs: Tensor) -> None:
-        """Capture the piecewise tape of these inputs' row count. The forward runs on these inputs."""
+        """Capture the piecewise tape of these inputs' row count. The forward runs on these inputs.
+
+        Where that fails, calls of this row count run compiled; the core counts them as `capture_failed`.
+        """
         rows = self._rows(inputs)
-        pg.capture(
-            self._compiled,
-            lambda _: inputs,
-            sizes=[rows],
-            context=lambda _: {"attention": batch},
-            progress=False,
-        )
+        with suppress(pg.errors.CaptureError):
+            pg.capture(
+                self._compiled,
+                lambda _: inputs,
+                sizes=[rows],
+                context=lambda _: {"attention": batch},
+                progress=False,
+            )
         self._pool.join(inputs[next(iter(inputs))].device, self)
         self._captured.add(rows)
         if self._frozen is None:

@@ -12,7 +12,7 @@ import torch
 import piecewise_graph as pg
 
 from ..errors import SpeculatorError
-from ..options import FULL
+from ..options import COMPILED, FULL
 
 _SHOWN = {"extend": "draft-extend"}  # what traces call a phase
 
@@ -25,17 +25,29 @@ class PhaseRunner:
         body: the phase; reads and writes tensors that stay where they are, and returns nothing.
         mode: one of `options.GRAPH_MODES`.
         pool: whose memory and stream a full graph takes.
+
+    Attributes:
+        failure: why its graph could not be captured. It runs compiled then, until the pool drops its graphs.
     """
 
     def __init__(self, name: str, body: Callable[[str], None], mode: str, pool: pg.GraphPool) -> None:
-        self.name, self.mode = name, mode
-        self._body, self._pool = body, pool
+        self.name, self.failure = name, ""
+        self._asked, self._body, self._pool = mode, body, pool
         self._graph: Any = None  # what GraphPool.capture_call returned
+
+    @property
+    def mode(self) -> str:
+        """The graph mode in which it runs."""
+        return COMPILED if self.failure else self._asked
 
     @property
     def is_ready(self) -> bool:
         """Whether its graph is there, if it is to have one."""
         return self.mode != FULL or (self._graph is not None and self._graph.replay is not None)
+
+    def drop_graphs(self) -> None:
+        """Called by the pool: a capture that failed is tried again."""
+        self.failure = ""
 
     def prepare(self, device: torch.device) -> None:
         """Compile, warm up, and capture where the phase is a full graph.
@@ -49,8 +61,12 @@ class PhaseRunner:
             self._graph = self._pool.capture_call(
                 lambda: self._body(self.mode), device=device, name=_SHOWN.get(self.name, self.name)
             )
-        except torch.OutOfMemoryError as error:
-            raise SpeculatorError.capture_failed(self.name, str(error)) from error
+        except Exception as error:  # the phase itself has run: it goes on without a graph
+            self._graph = None
+            self.failure = str(SpeculatorError.capture_failed(self.name, f"{type(error).__name__}: {error}"))
+            self._pool.join(device, self)
+            pg.counters.add("failed_captures")
+            return
         pg.counters.add("phase_captures")
 
     def __call__(self) -> None:
@@ -59,6 +75,8 @@ class PhaseRunner:
             self._graph()
             pg.counters.add("phase_replays")
             return
+        if self.failure:
+            pg.counters.add("not_full", reason="capture_failed")
         with named(self.name):
             self._body(self.mode)
 

@@ -165,7 +165,8 @@ class Phases:
         size, topk = self.tensors.size, self.tensors.shape.topk
         logits = logits.float()
         best = logits.topk(topk, -1)
-        probs = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
+        # Scores are compared by their bits: a NaN of the draft must not be one.
+        probs = (best.values - logits.logsumexp(-1, keepdim=True)).exp().nan_to_num(0.0)
         tokens = self.resources.models.draft.to_target(best.indices)
         shape = size, -1, topk
         return probs.view(shape), tokens.view(shape)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from piecewise_graph.custom_ops.token_choice import first_largest
+
 # Uses of a random number. A draft adds its step, an acceptance test its node, synthetic acceptance the
 # request's index.
 FIRST, DRAFT, ACCEPT, SYNTHETIC = 0, 1 << 20, 2 << 20, 3 << 20
@@ -16,18 +18,21 @@ def distribution(
 ) -> Tensor:
     """The distribution that tokens are drawn from, in float32.
 
+    A row whose largest logit is infinite or NaN has no distribution. All is on its `argmax` then, as at
+    temperature 0.
+
     Args:
         logits: `[..., V]`.
         temperature: float32, `logits.shape[:-1]` or one that broadcasts to it; 0 = all on the largest logit.
         top_k, top_p: integers and float32 of the same shape, or None for neither.
     """
-    greedy = temperature == 0
     logits = logits.float()
     scaled = logits / temperature.clamp(min=_COLDEST)[..., None]
+    certain = (temperature == 0) | ~scaled.amax(-1).isfinite()
     if top_k is not None and top_p is not None:
         scaled = _filtered(scaled, top_k, top_p)
-    best = torch.zeros_like(scaled).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.where(greedy[..., None], best, scaled.softmax(-1))
+    best = torch.zeros_like(scaled).scatter_(-1, first_largest(logits)[..., None], 1.0)
+    return torch.where(certain[..., None], best, scaled.softmax(-1))
 
 
 def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -167,8 +167,7 @@ class Engine:
             the requests that were found to be finished.
 
         Raises:
-            SpeculatorError: a phase could not be captured; or an exception ended the step before, and another
-                engine has requests now.
+            SpeculatorError: an exception ended the step before, and another engine has requests now.
             Exception: whatever `on_tokens` raises. Nothing is lost: the next step goes on from there, reports
                 to the other callbacks first, and returns the requests that were finished. If nothing is
                 unfinished, call it once more for those. `abort` ends a request whose callback always raises.

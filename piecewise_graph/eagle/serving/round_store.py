@@ -66,6 +66,16 @@ class RoundStore:
         self.prefill, self.resources = prefill, prefill.resources
         self.made: dict[Any, Round] = {}
 
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Phases without the graph that they were to have, and why."""
+        return tuple(
+            f"{key[1]} requests, {key[0]}: {runner.failure}"
+            for key, made in self.made.items()
+            for runner in made.runners
+            if runner.failure
+        )
+
     def size(self, requests: Sequence[Request]) -> int:
         """Requests of the round that serves these, padding included."""
         return next(size for size in self.resources.limits.batch_sizes if size >= len(requests))
