@@ -34,21 +34,14 @@ def example_value(node: Node) -> Any:
 
 def shape_env_of(gm: GraphModule) -> Any | None:
     """The ShapeEnv of the graph's fake tensors and sizes; None for a graph that has neither."""
-    for node in gm.graph.nodes:
-        value = example_value(node)
-        owner = getattr(value, "fake_mode", getattr(value, "node", None))  # of a tensor; of a number alone
-        shape_env = getattr(owner, "shape_env", None)
-        if shape_env is not None:
-            return shape_env
-    return None
+    values = [example_value(node) for node in gm.graph.nodes]
+    owners = (getattr(value, "fake_mode", getattr(value, "node", None)) for value in values)
+    return next(filter(None, (getattr(owner, "shape_env", None) for owner in owners)), None)
 
 
 def fake_mode_of(gm: GraphModule) -> Any | None:
-    for node in gm.graph.nodes:
-        mode = getattr(example_value(node), "fake_mode", None)
-        if mode is not None:
-            return mode
-    return None
+    modes = (getattr(example_value(node), "fake_mode", None) for node in gm.graph.nodes)
+    return next((mode for mode in modes if mode is not None), None)
 
 
 def shape_guards(shape_env: Any) -> tuple[sympy.Basic, ...]:
@@ -59,8 +52,7 @@ def shape_guards(shape_env: Any) -> tuple[sympy.Basic, ...]:
 def value_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int | None]:
     """(lowest, highest) value of a size symbol for which the trace is valid; None where unbounded."""
     bounds = shape_env.var_to_range[symbol]
-    lower, upper = (int(bound) if bound.is_Integer else None for bound in (bounds.lower, bounds.upper))
-    return lower, upper
+    return tuple(int(b) if b.is_Integer else None for b in (bounds.lower, bounds.upper))  # type: ignore[return-value]
 
 
 def expression(value: Any) -> sympy.Expr:
@@ -88,13 +80,11 @@ def assigned_attributes() -> frozenset[str]:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        effects = InstructionTranslator.current_tx().output.side_effects
+        assigned = InstructionTranslator.current_tx().output.side_effects.store_attr_mutations
     except AttributeError:
         return frozenset()
-    owners = ((owner.source, names) for owner, names in effects.store_attr_mutations.items())
-    return frozenset(
-        f"{source_text(source)}.{name}" for source, names in owners if source is not None for name in names
-    )
+    owners = ((source_text(owner.source), names) for owner, names in assigned.items() if owner.source)
+    return frozenset(f"{owner}.{name}" for owner, names in owners for name in names)
 
 
 def source_text(source: Any) -> str:
@@ -144,7 +134,7 @@ def is_trace_error(error: BaseException) -> bool:
 def original_callable(compiled: Any) -> Any | None:
     """What torch.compile wrapped: the module of an OptimizedModule, or the function."""
     module = getattr(compiled, "_orig_mod", None)
-    return module if module is not None else getattr(compiled, "_torchdynamo_orig_callable", None)
+    return getattr(compiled, "_torchdynamo_orig_callable", None) if module is None else module
 
 
 # --- dynamic dimensions ---------------------------------------------------------------------------
@@ -181,8 +171,7 @@ def floats_stay_constants() -> AbstractContextManager[Any]:
     Dynamo remembers per line of code what differed between two traces. A second model of a class with another
     scale would get the scale as a symbol, and symbolic floats cannot cross a cut.
     """
-    patched: AbstractContextManager[Any] = torch._dynamo.config.patch(specialize_float=True)
-    return patched
+    return torch._dynamo.config.patch(specialize_float=True)
 
 
 def guard_every_weight() -> None:
@@ -544,7 +533,5 @@ def droppable_functions() -> frozenset[Any]:
 
 def inner_graphs(gm: GraphModule, names: Iterable[str]) -> Iterator[GraphModule]:
     """Those attributes of `gm` that are graphs themselves (bodies of higher-order ops)."""
-    for name in names:
-        inner = getattr(gm, name, None)
-        if isinstance(inner, GraphModule):
-            yield inner
+    found = (getattr(gm, name, None) for name in names)
+    return (inner for inner in found if isinstance(inner, GraphModule))
