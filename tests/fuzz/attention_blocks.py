@@ -118,7 +118,7 @@ chosen = torch.full_like(scores, float("-inf")).scatter(-1, index, 0.0)
 h = h + join((scores + chosen).softmax(-1) @ v)""",
     "indexed_attention": f"""{_QKV}
 index = (q[..., :1, :, :] @ k[..., :1, :, :].transpose(-1, -2)).tril().topk(min(4, T), -1).indices
-picked = torch.take_along_dim(v[..., :, None, :, :], index[..., None], -2)
+picked = rows_at(v, index.expand(*v.shape[:-1], -1).flatten(-2)).unflatten(-2, (T, -1))
 h = h + join(picked.mean(-2))""",
     "sparse_sdpa": f"""{_QKV}
 index = (q[..., :1, :, :] @ k[..., :1, :, :].transpose(-1, -2)).tril().topk(min(2, T), -1).indices

@@ -88,3 +88,8 @@ def rows_of(z: Tensor) -> list[Tensor]:
 def like_rows(found: list[Tensor], z: Tensor) -> Tensor:
     """Results for `rows_of(z)` in the layout of `z`."""
     return found[0] if z.ndim == 2 else torch.stack(found)
+
+
+def rows_at(z: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` of `z`: `[..., T, 8]` at `[..., n]` -> `[..., n, 8]`. (take_along_dim fixes its sizes.)"""
+    return z.gather(-2, index[..., None].expand(*index.shape, z.shape[-1]))

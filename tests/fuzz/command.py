@@ -70,7 +70,7 @@ def _sweep(
     todo = [item for item in shard(items, given.shard) if name(item) not in rows.done]
     for item, row in zip(todo, _run_all(run, todo, given.jobs), strict=True):
         rows.add(row)
-        if row.verdict not in ("right", "invalid"):
+        if row.verdict not in ("right", "refused", "invalid"):
             print(f"{row.seed}: {row.verdict}: {row.reason}", flush=True)
         if row.failed and given.command == "programs":
             print(case_of(item).program.source, flush=True)

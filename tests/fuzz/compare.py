@@ -22,8 +22,13 @@ SHAKE = 8  # roundings by which inputs and weights are moved
 
 
 def snapshot(tree: Any) -> Any:
-    """A copy of all tensors."""
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
+    """A copy of all tensors, dense."""
+    return pytree.tree_map_only(Tensor, _copied, tree)
+
+
+def _copied(t: Tensor) -> Tensor:
+    t = t.detach().resolve_conj().resolve_neg()
+    return t.clone() if t.layout == torch.strided else t.to_dense()
 
 
 def same(one: Tensor, other: Tensor) -> bool:

@@ -218,7 +218,7 @@ class _Op:
         leaves = [_wide(leaf) for leaf in self.leaves]
         given = [_wide(t.cpu()) for t in self._inputs(chosen, tokens)]
         try:
-            return self._function(chosen, leaves)(*given), given
+            return snapshot((self._function(chosen, leaves)(*given), given))
         except Exception:  # no kernel for float64: eager is what there is
             return self._eager(chosen, tokens)
 

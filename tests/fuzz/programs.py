@@ -51,7 +51,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from toys import ops
-from fuzz.blocks import heads, join, like_rows, rows_of
+from fuzz.blocks import heads, join, like_rows, rows_at, rows_of
 """
 
 

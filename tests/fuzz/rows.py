@@ -17,8 +17,8 @@ class Row:
     """What became of a seed.
 
     Attributes:
-        verdict: "right"; "invalid": eager raised at every call; "torch": plain torch.compile does the same
-            wrong; "wrong"; "error".
+        verdict: "right"; "refused" at every call; "invalid": eager raised at every call; "torch": plain
+            torch.compile does the same wrong; "wrong"; "error".
         reason: of a verdict that is not "right", or what was refused.
         counters: how the calls were served.
     """
@@ -63,7 +63,7 @@ class Rows:
         return {
             "rows": len(self.rows),
             "verdicts": dict(Counter(row.verdict for row in self.rows).most_common()),
-            "refused": sum(row.verdict == "right" and bool(row.reason) for row in self.rows),
+            "refused": sum(row.verdict in ("right", "refused") and bool(row.reason) for row in self.rows),
             "failed": [row.seed for row in self.failed],
             "seconds": round(sum(row.seconds for row in self.rows), 1),
             "counters": dict(served.most_common()),

@@ -10,7 +10,7 @@ TOKENS = {
     "sum_of_all": "h = h * 0.9 + h.sum().tanh()",
     "maximum": "h = h - h.amax(-2, keepdim=True)",
     "minimum_index": "h = h + h.argmin(-2, keepdim=True)",
-    "maximum_row": "h = h + torch.take_along_dim(h, h.argmax(-2, keepdim=True), -2)",
+    "maximum_row": "h = h + h.gather(-2, h.argmax(-2, keepdim=True))",
     "aminmax": "low, high = torch.aminmax(h, dim=-2, keepdim=True)\nh = (h - low) / (high - low + 1)",
     "variance": "h = h / (1 + h.var(-2, keepdim=True, unbiased=<<True||False>>))",
     "std_mean": "std, mean = torch.std_mean(h, -2, keepdim=True, unbiased=False)\nh = (h - mean) / (std + 1)",
@@ -43,7 +43,7 @@ TOKENS = {
     "argsort_gather": "h = h.gather(-2, h.argsort(dim=-2, stable=True))",
     "sort_and_back": """
 order = h[..., 0].argsort(dim=-1, stable=True)
-moved = torch.take_along_dim(h, order[..., None], -2) * 2
+moved = rows_at(h, order) * 2
 h = torch.empty_like(h).scatter(-2, order[..., None].expand(h.shape), moved)""",
     "topk": "h = h + h.topk(<<1||1||2>>, -2).values.sum(-2, keepdim=True)",
     "topk_largest_not": "h = h - h.topk(1, -2, largest=False).values",
@@ -80,11 +80,11 @@ h = h + self.ranks#((h[..., 0, None] > h[..., None, :, 0]).sum(-1))""",
     "nonzero": "h = h + (h[..., 0] > 0).nonzero().shape[0]",
     "scatter_by_id": """
 sums = h.new_zeros(*h.shape[:-2], 12, 8).scatter_add(-2, ids[..., None].expand(h.shape), h)
-h = h + torch.take_along_dim(sums, ids[..., None], -2) * 0.2""",
+h = h + rows_at(sums, ids) * 0.2""",
     "index_add": "h = h + h.new_zeros(12, 8).index_add(0, ids.reshape(-1), h.reshape(-1, 8)).mean(0)",
     "index_put": "h = h.index_put((ids[:1].clamp(max=0),), h[:1] * 2)",
-    "row_by_id": "h = h + torch.take_along_dim(h, (ids % T)[..., None], -2)",
-    "row_by_clamped_id": "h = h + torch.take_along_dim(h, ids.clamp(max=T - 1)[..., None], -2)",
+    "row_by_id": "h = h + rows_at(h, ids % T)",
+    "row_by_clamped_id": "h = h + rows_at(h, ids.clamp(max=T - 1))",
     "gram": "h = h + (h.transpose(-1, -2) @ h).tanh().mean(-1)[..., None, :]",
     "distances": "h = h + torch.cdist(h, h).mean(-1, keepdim=True) * 0.3",
     "diff": "h = h + torch.diff(h, dim=-2, prepend=<<h[..., :1, :]||h[..., -1:, :]>>)",

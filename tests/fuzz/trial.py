@@ -34,7 +34,7 @@ from fuzz.pairs import (
 from fuzz.programs import random_program
 from fuzz.rows import FOLLOWED, Row
 from fuzz.sequences import Case, Step, inputs_of, random_sequence
-from piecewise_graph.errors import AddressMovedError, CaptureError, FreezeError, PiecewiseError, TokenDimError
+from piecewise_graph.errors import AddressMovedError, CaptureError, FreezeError, TokenDimError
 
 
 def case_of(seed: int) -> Case:
@@ -59,8 +59,11 @@ def run_case(case: Case, compiler: str, device: torch.device, seed: int | str = 
             torch.manual_seed(0)
             trial = _Trial(case, compiler, device)
             trial.run()
-            verdict, told = ("right", trial.refused) if trial.answers else ("invalid", trial.eager_errors)
-            reason = "; ".join(told)
+            if not trial.answers:
+                verdict = "refused" if trial.refused else "invalid"
+            reason = "; ".join(
+                dict.fromkeys(trial.refused or (not trial.answers and trial.eager_errors) or ())
+            )
     except Failure as failure:
         verdict, reason = failure.verdict, failure.reason
     except Exception as error:
@@ -108,7 +111,7 @@ class _Trial:
 
     def _frozen(self, step: Step, subject: Pair) -> None:
         """Freeze where no frozen callable is, then call it."""
-        if subject.frozen is None:
+        if subject.frozen is None and not self._eager_raises(step, subject, step.tokens):
             example = inputs_of(self.case.program, step, self.device)
             try:
                 with mode_around(step.mode):
@@ -116,7 +119,7 @@ class _Trial:
             except FreezeError as error:
                 self.refused.append(f"FreezeError: {line_of(error)}")
             except Exception as error:
-                self._raised(step, subject, error, "pg.freeze")
+                self._refused_or_raised(step, subject, error, "pg.freeze")
             finally:
                 copy_state(subject.model, subject.eager)
         self._answered(step, subject, subject.frozen or subject.fast)
@@ -134,7 +137,8 @@ class _Trial:
             copy_state(subject.eager, subject.model)
             if raised is None:
                 self._refused_or_raised(step, subject, error)
-            self.eager_errors.append(repr(raised))
+            else:
+                self.eager_errors.append(repr(raised))
             return
         if raised is not None:  # eager's errors are not part of any contract
             self.eager_errors.append(repr(raised))
@@ -194,7 +198,7 @@ class _Trial:
         as_wrong = self._difference(step, before, found, wanted, theirs, shell)
         raise Failure("wrong" if as_wrong is None else "torch", told)
 
-    def _refused_or_raised(self, step: Step, subject: Pair, error: Exception) -> None:
+    def _refused_or_raised(self, step: Step, subject: Pair, error: Exception, what: str = "the call") -> None:
         """Documented refusals; README of this folder lists them."""
         if subject.moved and isinstance(error, AddressMovedError):
             self.refused.append(f"AddressMovedError: {line_of(error)}")
@@ -203,7 +207,7 @@ class _Trial:
             self.refused.append(f"FreezeError: {line_of(error)}")
             subject.frozen = None
         else:
-            self._raised(step, subject, error, "the call")
+            self._raised(step, subject, error, what)
 
     def _raised(self, step: Step, subject: Pair, error: Exception, what: str) -> None:
         told = f"{what} raised {type(error).__name__}: {line_of(error)}{place_of(error)}"
@@ -245,11 +249,8 @@ class _Trial:
                     pg.capture(one.fast, lambda n: self._inputs(step, n), progress=False)
             except CaptureError as error:
                 self.refused.append(f"CaptureError: {line_of(error)}")
-            except PiecewiseError as error:
-                if not isinstance(error, AddressMovedError) or not one.moved:
-                    self._raised(step, one, error, "pg.capture")
             except Exception as error:
-                self._raised(step, one, error, "pg.capture")
+                self._refused_or_raised(step, one, error, "pg.capture")
             copy_state(one.model, one.eager)
 
     def _eager_raises(self, step: Step, subject: Pair, tokens: int) -> bool:
