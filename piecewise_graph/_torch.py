@@ -11,7 +11,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import CodeType
 from typing import Any
 
@@ -83,8 +83,13 @@ def assigned_attributes() -> frozenset[str]:
         assigned = InstructionTranslator.current_tx().output.side_effects.store_attr_mutations
     except AttributeError:
         return frozenset()
-    owners = ((source_text(owner.source), names) for owner, names in assigned.items() if owner.source)
-    return frozenset(f"{owner}.{name}" for owner, names in owners for name in names)
+    found = set()
+    for owner, names in assigned.items():
+        with suppress(
+            AttributeError, NotImplementedError
+        ):  # made in the frame
+            found |= {f"{source_text(owner.source)}.{name}" for name in names}
+    return frozenset(found)
 
 
 def source_text(source: Any) -> str:

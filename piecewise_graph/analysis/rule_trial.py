@@ -92,7 +92,7 @@ def _run(call: Call, values: dict[int, Tensor], size: int, changed: Sequence[Ten
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as problem:
         refuse(f"its padding rule could not be tried: {problem}")
     returned = dict(zip(map(id, call.results), _tensors(result), strict=True))
-    return [copies.get(id(tensor), returned.get(id(tensor))) for tensor in changed]
+    return [copies[id(t)] if id(t) in copies else returned[id(t)] for t in changed]
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
