@@ -13,11 +13,11 @@ from test_architecture import CORE, LEVELS
 
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
-    "errors": 480,
-    "_torch": 520,
-    "rules": 800,
-    "claims": 430,
-    "proof": 360,
+    "errors": 490,
+    "_torch": 550,
+    "rules": 790,
+    "claims": 420,
+    "proof": 340,
     "padding_functions": 400,
 }
 
@@ -73,17 +73,17 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1475,
+    "beside": 1358,
     "kernels": 434,
-    "splitter": 772,
-    "analysis": 1500,
-    "compiler": 1200,
-    "recorder": 1000,
-    "runtime": 768,
+    "splitter": 774,
+    "analysis": 1525,
+    "compiler": 1144,
+    "recorder": 948,
+    "runtime": 859,
     "inspection": 949,
     "frontend": 823,
-    "custom_ops": 3216,
-    "eagle": 2943,
+    "custom_ops": 3218,
+    "eagle": 2968,
     "bench": 645,
     "cli": 703,
 }
