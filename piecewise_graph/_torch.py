@@ -85,9 +85,7 @@ def assigned_attributes() -> frozenset[str]:
         return frozenset()
     found = set()
     for owner, names in assigned.items():
-        with suppress(
-            AttributeError, NotImplementedError
-        ):  # made in the frame
+        with suppress(AttributeError, NotImplementedError):  # made in the frame
             found |= {f"{source_text(owner.source)}.{name}" for name in names}
     return frozenset(found)
 

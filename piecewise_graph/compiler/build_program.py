@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler.program import Program
-from piecewise_graph.compiler.prove_padding import prove_padding
+from piecewise_graph.compiler.prove_padding import Unproved, prove_padding
 from piecewise_graph.compiler.segments import CompiledSegment, compile_split
 from piecewise_graph.compiler.specialize import specialized
 from piecewise_graph.config import PiecewiseConfig
@@ -50,7 +50,11 @@ def build_program(
     merged, merge = merge_linears(gm, example_inputs) if config.merge_linears else (gm, Merge())
     try:
         proved = prove_padding(
-            merged, example_inputs, config.compiler, max(config.sizes), cut=config.padding == "proved"
+            merged,
+            example_inputs,
+            config.compiler,
+            max(config.sizes),
+            unproved=_for_unproved(config),
         )
     except Unsplittable as error:
         return error.reason
@@ -79,6 +83,13 @@ def build_program(
         len(graph.segments), len(program.distinct), ops or "no splitting op", program.blocked or "yes",
     )  # fmt: skip
     return specialized(program, example_inputs, config, compiled)
+
+
+def _for_unproved(config: PiecewiseConfig) -> Unproved:
+    """Without graphs, a cut would only make more segments."""
+    if config.padding == "tried":
+        return "tried"
+    return "exact" if config.cuda_graphs == "off" else "cut"
 
 
 def with_activations(program: Program, indices: Collection[int]) -> Program:

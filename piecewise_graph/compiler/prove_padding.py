@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -34,6 +34,9 @@ _FEW = 2**20  # elements that are read to find their bounds
 _ROUNDS = 8  # each grows the regions by the neighbours that the one before asked for
 
 
+Unproved = Literal["cut", "exact", "tried"]
+
+
 @dataclass(frozen=True)
 class ProvedGraph:
     """A split graph, and what may be padded in it.
@@ -51,7 +54,7 @@ class ProvedGraph:
 
 
 def prove_padding(
-    gm: GraphModule, example_inputs: Sequence[Any], compiler: str, largest: int, *, cut: bool
+    gm: GraphModule, example_inputs: Sequence[Any], compiler: str, largest: int, *, unproved: Unproved
 ) -> ProvedGraph:
     """Split `gm` so that as much as possible of it may be padded.
 
@@ -59,7 +62,8 @@ def prove_padding(
         example_inputs: the trace's arguments. What integer buffers hold now bounds them as indices.
         compiler: what will compile the segments; part of the keys of `facts`.
         largest: the largest bucket, in tokens.
-        cut: cut unproved regions out; else their segments are reported, for trials.
+        unproved: what becomes of a region without proof. "cut": it is cut out where that is possible.
+            "exact": its trace is never padded. "tried": its segment is reported, for trials.
 
     Raises:
         Unsplittable: the graph has to stay whole.
@@ -67,10 +71,10 @@ def prove_padding(
     prover = _Prover(compiler, largest)
     bounds = _integer_bounds(example_inputs)
     whole = _judge(split(gm), prover, bounds)
-    if whole.is_proved or not cut:
+    if whole.is_proved or not whole.may_pad or unproved == "tried":
         return whole.result()
     wanted = set(whole.wanted)
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS if unproved == "cut" else 0):
         _fill_gaps(gm, wanted)
         try:
             judged = _judge(split(gm, wanted), prover, bounds)
@@ -147,12 +151,18 @@ class _Judge:
         return not (self.wanted or self.is_stuck)
 
     @property
+    def may_pad(self) -> bool:
+        """A replay of the trace could be padded: it has one size symbol, and graphs may hold what it does."""
+        return bool(self.tokens) and not any(fact.random or fact.host_sync for fact in self.facts.values())
+
+    @property
     def pads_something(self) -> bool:
         """Replays would save more than nothing."""
         return any(step.padded and self.computes[step.index] for step in self.split.segments)
 
     def result(self) -> ProvedGraph:
-        return ProvedGraph(self.split, self.facts, self.unproved, self.unpaddable)
+        unproved = self.unproved if self.may_pad else {}
+        return ProvedGraph(self.split, self.facts, unproved, self.unpaddable if self.may_pad else None)
 
     def run(self) -> _Judge:
         for slot, given in enumerate(self.split.inputs):

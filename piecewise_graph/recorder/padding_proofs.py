@@ -24,7 +24,7 @@ def trial_key(program: Program, step: SegmentStep, bucket: int) -> Key | None:
     A proved segment is tried once per compiled code, against miscompiles. An unproved one, which
     `padding="tried"` lets through, is tried in every bucket.
     """
-    if not step.padded:
+    if not step.padded or program.token is None:
         return None
     segment = program.compiled[step.index]
     exact_code = bucket in segment.exact
@@ -49,8 +49,10 @@ class PaddingProofs:
 
     def reason(self, program: Program, step: SegmentStep, bucket: int) -> str | None:
         """Why the segment must not be padded to `bucket`; None where it may be, or is not known yet."""
+        if not step.padded:
+            return UNPROVED
         key = trial_key(program, step, bucket)
-        return UNPROVED if key is None else self._tried.get(key)
+        return None if key is None else self._tried.get(key)
 
     def is_harmless(self, program: Program, step: SegmentStep, bucket: int) -> bool:
         """The segment may be padded to `bucket`."""
