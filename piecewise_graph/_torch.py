@@ -45,8 +45,11 @@ def fake_mode_of(gm: GraphModule) -> Any | None:
 
 
 def shape_guards(shape_env: Any) -> tuple[sympy.Basic, ...]:
-    """The boolean expressions over size symbols that the trace relies on, so far."""
-    return tuple(guard.expr for guard in shape_env.guards)
+    """The boolean expressions over size symbols that the trace relies on, so far.
+
+    A symbol that was later found to equal another one stands in none of them, as it stands in no shape.
+    """
+    return tuple(shape_env.replace(guard.expr) for guard in shape_env.guards)
 
 
 def value_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int | None]:

@@ -256,6 +256,25 @@ def test_every_look_at_the_count_is_right_or_refused_by_name(
     assert answered >= len(counts) - 1  # one count may be a constant of the model
 
 
+@pytest.mark.parametrize("counts", [(9, 6, 4, 3, 1, 2), (6, 9, 1, 3, 8)])
+@pytest.mark.parametrize("reads", ["x", "y"])
+def test_branch_on_a_count_that_equals_another_one_only_later(
+    reads: str, counts: Sequence[int], device: torch.device
+) -> None:
+    """The symbol in the branch's condition is replaced by that of the other input afterwards."""
+    attend = Attend().to(device)
+
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        odd = (x if reads == "x" else y).shape[0] % 2
+        x, y = (x * 2, y * 2) if odd else (x + 1, y + 1)
+        return attend(x + y)
+
+    compiled = by_pg_compile(model, token_dim={"x": 0, "y": 0}, compiler="eager")
+    for n in counts:
+        x, y = features(n, device), features(n, device)
+        torch.testing.assert_close(compiled(x, y), model(x, y), rtol=1e-5, atol=1e-5, msg=f"{n} tokens")
+
+
 @pytest.mark.parametrize("name", ["truth", "bool_arithmetic", "parity", "chunk", "first_eight"])
 def test_torch_compile_is_right_whatever_looks_at_the_count(name: str, device: torch.device) -> None:
     model = Attend(SPECIAL[name]).to(device)
