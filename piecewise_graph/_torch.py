@@ -73,7 +73,7 @@ def placeholder_source(node: Node) -> tuple[str, bool]:
     source = getattr(arg, "source", None)
     if source is None:
         return node.name, False
-    name = source_text(source)
+    name = _source_text(source)
     where = source.guard_source if not callable(source.guard_source) else source.guard_source()
     return name, "NN_MODULE" in where.name or where.name.startswith("GLOBAL")
 
@@ -89,11 +89,11 @@ def assigned_attributes() -> frozenset[str]:
     found = set()
     for owner, names in assigned.items():
         with suppress(AttributeError, NotImplementedError):  # made in the frame
-            found |= {f"{source_text(owner.source)}.{name}" for name in names}
+            found |= {f"{_source_text(owner.source)}.{name}" for name in names}
     return frozenset(found)
 
 
-def source_text(source: Any) -> str:
+def _source_text(source: Any) -> str:
     return source.name if isinstance(source.name, str) else source.name()
 
 

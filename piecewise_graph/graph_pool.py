@@ -51,8 +51,7 @@ class GraphPool:
         poison: debugging aid for the CPU's stand-in graphs: fill each segment's outputs with NaN (or
             the largest integer) once their last reader ran, so that a stale read shows.
 
-    The pool belongs to the device of its first model. Parts on the CPU leave a GPU's pool alone.
-    After `release()` it may be used again.
+    The pool belongs to the device of its first model. After `release()` it may be used again.
     """
 
     def __init__(self, *, poison: bool = False) -> None:

@@ -262,3 +262,35 @@ def test_an_attribute_that_the_model_assigns_is_copied(
         for count in (3, 8, 3, 4, 6):
             x = rows(count, device)
             assert_same(fast(x), plain(x))
+
+
+class Box:
+    """An object that the model makes, fills and returns."""
+
+    value: Tensor
+
+
+class Boxes(Assigns):
+    """Also assigns to objects that no caller can name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        box = Box()
+        box.value = super().forward(x)
+        torch._dynamo.graph_break()
+        other = Box()
+        other.value = ops.mix(box.value)
+        box.value = box.value + other.value
+        torch._dynamo.graph_break()
+        return box.value
+
+
+def test_an_object_that_the_model_makes_itself_may_be_assigned_to(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = Boxes().to(device)
+    torch.manual_seed(0)
+    plain = Boxes().to(device)
+    for one in (model, plain):
+        one.table, one.state = one.table.to(device), one.state.to(device)
+    fast = compiled(model)
+    for count in (3, 4, 3, 8, 3, 6):
+        assert_same(fast(x := rows(count, device)), plain(x))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,6 +112,34 @@ def test_code_of_the_frame_is_known_inside_of_a_backend_only() -> None:
 
     assert trace(model, torch.ones(3), look=lambda gm: _torch.current_root_code()).seen == [model.__code__]
     assert _torch.current_root_code() is None
+
+
+def test_attributes_that_the_traced_code_assigns_are_named() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state, self.kept = torch.zeros(3), torch.ones(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.state = self.state + x * self.kept
+            made = SimpleNamespace()
+            made.value = x * 2  # belongs to an object that has no source
+            return made.value + self.state
+
+    seen = trace(Model(), torch.ones(3), look=lambda gm: _torch.assigned_attributes()).seen
+    assert set().union(*seen) == {"L['self'].state"}
+    assert _torch.assigned_attributes() == frozenset()
+
+
+def test_shape_env_is_found_where_a_graph_gets_sizes_alone() -> None:
+    def model(x: Tensor) -> tuple[int, Tensor]:
+        count = x.shape[0]
+        torch._dynamo.graph_break()
+        return count * 2, x
+
+    seen = trace(model, dynamic(6, 3), look=_torch.shape_env_of).seen
+    assert seen
+    assert None not in seen
 
 
 def test_original_callable_of_what_torch_compile_returns() -> None:
