@@ -73,12 +73,12 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1358,
+    "beside": 1356,
     "kernels": 434,
     "splitter": 774,
     "analysis": 1525,
-    "compiler": 1144,
-    "recorder": 948,
+    "compiler": 1157,
+    "recorder": 950,
     "runtime": 859,
     "inspection": 949,
     "frontend": 823,
