@@ -172,3 +172,46 @@ def test_a_capture_under_way_is_seen() -> None:
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         assert _torch.capturing()
         torch.zeros(1, device="cuda")
+
+
+# --- the proof's view ---------------------------------------------------------------------------------
+
+
+def test_wrapper_subclass_is_made_of_its_inner_tensors(device: torch.device) -> None:
+    a, b = torch.ones(2, device=device), torch.zeros(2, device=device)
+    assert [id(x) for x in _torch.inner_tensors(TwoTensor(TwoTensor(a, b), TwoTensor(b, a)))] == [
+        id(x) for x in (a, b, b, a)
+    ]
+    assert _torch.inner_tensors(a) == [a]
+
+
+def test_real_tensors_run_inside_of_a_fake_mode(device: torch.device) -> None:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    seen: list[Any] = []
+    with FakeTensorMode(), _torch.observe_ops(lambda *call: seen.append(call)):
+        with _torch.outside_of_modes():
+            real = torch.ones(2, device=device) * 2
+        fake = torch.ones(2, device=device)
+    assert not isinstance(real, FakeTensor) and real.sum() == 4
+    assert isinstance(fake, FakeTensor)
+    assert all(isinstance(result, FakeTensor) for *_, result in seen)
+
+
+def test_source_of_the_module_that_called(device: torch.device) -> None:
+    found: list[str] = []
+
+    def look(gm: GraphModule) -> None:
+        found.extend(_torch.module_source(node) for node in gm.graph.nodes if node.op == "call_function")
+
+    trace(nn.Sequential(nn.Sequential(nn.ReLU())), torch.randn(4), look=look)
+    assert found == ["L['fn'].0.0"]
+    assert _torch.module_source(torch.fx.Graph().placeholder("x")) == ""
+
+
+@pytest.mark.gpu
+def test_streams_have_addresses_of_their_own() -> None:
+    device = torch.device("cuda")
+    assert _torch.stream_address(device) == 0
+    with torch.cuda.stream(torch.cuda.Stream()) as _:
+        assert _torch.stream_address(device) == torch.cuda.current_stream().cuda_stream != 0
