@@ -84,6 +84,11 @@ class Program:
         return ("x", *sorted(used))
 
     @cached_property
+    def casts(self) -> bool:
+        """Floats become integers somewhere."""
+        return any(block.names(r"long|int8") for block in self.blocks)
+
+    @cached_property
     def source(self) -> str:
         """The module as Python."""
         setup, body = [], []
@@ -95,9 +100,9 @@ class Program:
         ending = self.ending.format(keeps=", ".join(kept) or "h.sum(-1)")
         if self.entry == "ids":
             setup = ["torch.manual_seed(1)", "self.words = nn.Embedding(12, 8)", *setup]
-            body = ["T = x.shape[0]", "h = self.words(x)", *body]
+            body = ["T = x.shape[0]", "h = self.words(x)", *self._ties(), *body]
         else:
-            body = ["T = x.shape[-2]", "h = x", *body]
+            body = ["T = x.shape[-2]", "h = x", *self._ties(), *body]
         return "\n".join(
             [
                 _HEADER,
@@ -112,6 +117,11 @@ class Program:
                 "",
             ]
         )
+
+    def _ties(self) -> list[str]:
+        """Without them a second input that meets `x` nowhere would count as a second dynamic dimension."""
+        dims = {name: -2 if name == "y" else -1 for name in self.inputs[1:]}
+        return [f"torch._check({name}.shape[{dim}] == T)" for name, dim in dims.items()]
 
     def build(self) -> nn.Module:
         """The module, in eval mode, with the same weights at every call; two calls make two classes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from random import Random
 from typing import Any
 
@@ -34,7 +34,7 @@ from fuzz.pairs import (
 from fuzz.programs import random_program
 from fuzz.rows import FOLLOWED, Row
 from fuzz.sequences import Case, Step, inputs_of, random_sequence
-from piecewise_graph.errors import AddressMovedError, CaptureError, FreezeError, TokenDimError
+from piecewise_graph.errors import AddressMovedError, CaptureError, FreezeError, InputError, TokenDimError
 
 
 def case_of(seed: int) -> Case:
@@ -125,6 +125,10 @@ class _Trial:
         self._answered(step, subject, subject.frozen or subject.fast)
 
     def _answered(self, step: Step, subject: Pair, fast: Callable[..., Any]) -> None:
+        if step.mode == "grad" and state(
+            subject.model
+        ):  # buffers would get a history, which cannot be copied
+            step = replace(step, mode="no_grad")
         given = inputs_of(self.case.program, step, self.device)
         theirs, before = snapshot_inputs(given), copy.deepcopy(subject.eager)
         with mode_around(step.mode):
@@ -203,8 +207,8 @@ class _Trial:
         if subject.moved and isinstance(error, AddressMovedError):
             self.refused.append(f"AddressMovedError: {line_of(error)}")
             self._reset(step, subject)
-        elif subject.frozen is not None and isinstance(error, FreezeError):
-            self.refused.append(f"FreezeError: {line_of(error)}")
+        elif subject.frozen is not None and isinstance(error, (FreezeError, InputError)):
+            self.refused.append(f"{type(error).__name__}: {line_of(error)}")
             subject.frozen = None
         else:
             self._raised(step, subject, error, what)
