@@ -380,6 +380,11 @@ def named_range(name: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(name)
 
 
+def is_fixed(shape_env: Any, symbol: sympy.Symbol) -> bool:
+    """A trace has taken the symbol for a number: it holds for that number alone."""
+    return symbol in shape_env.replacements and shape_env.replacements[symbol].is_number
+
+
 def holds(shape_env: Any, condition: sympy.Basic) -> bool:
     """Whether a condition on sizes is true of the values while tracing; assumes nothing."""
     return bool(condition.xreplace(shape_env.backed_var_to_val) == sympy.true)
@@ -428,6 +433,11 @@ def outside_of_modes() -> Iterator[None]:
 
     with _disable_current_modes(), no_python_dispatcher(), torch.no_grad():
         yield
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Inside of a transform of functions (vmap): it has no storage, and cannot leave the transform."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:

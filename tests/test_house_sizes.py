@@ -14,11 +14,10 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 490,
-    "_torch": 550,
+    "_torch": 560,
     "rules": 790,
-    "claims": 420,
-    "proof": 340,
-    "padding_functions": 400,
+    "claims": 430,
+    "proof": 350,
 }
 
 
@@ -73,10 +72,10 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1356,
+    "beside": 1360,
     "kernels": 434,
     "splitter": 774,
-    "analysis": 1525,
+    "analysis": 1548,
     "compiler": 1157,
     "recorder": 950,
     "runtime": 859,

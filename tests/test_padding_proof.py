@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import padding_functions
+import padding_unsafe
 import pytest
 import torch
 from padding_cases import disagreement, is_proved, judge, why
@@ -36,9 +37,9 @@ def given(names: str) -> Inputs:
     return [(tensors[name][0](), tensors[name][1]) for name in names.split()]
 
 
-@pytest.mark.parametrize("name", sorted(padding_functions.UNSAFE))
+@pytest.mark.parametrize("name", sorted(padding_unsafe.UNSAFE))
 def test_what_padding_may_change_is_not_proved(name: str) -> None:
-    names, function = padding_functions.UNSAFE[name]
+    names, function = padding_unsafe.UNSAFE[name]
     inputs, dims = zip(*given(names), strict=True)
     proof = judge(function, inputs, dims, largest=64)
     assert not is_proved(proof)

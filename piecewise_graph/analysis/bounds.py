@@ -33,6 +33,14 @@ def whole_range(size: Any) -> Bounds:
     return Bounds.of(0, _torch.expression(size))
 
 
+def running_bounds(claim: Claim, size: Any) -> Bounds | None:
+    """Of running sums of `size` numbers that are not negative."""
+    each = claim.anywhere
+    if each is None or not each.low.is_nonnegative or not each.stop.is_Integer:
+        return None
+    return Bounds(each.low, (each.stop - 1) * _torch.expression(size) + 1)
+
+
 def require_inside(claim: Claim, size: Any, padding: Padding) -> None:
     """No element of an index's tail leads out of a dimension of `size` elements; live ones are trusted."""
     if not claim.has_tail:

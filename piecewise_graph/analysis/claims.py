@@ -30,6 +30,7 @@ from typing import Any, Literal, NoReturn, Protocol, TypeAlias
 
 import sympy
 import torch
+from torch import Tensor
 
 from piecewise_graph import _torch
 
@@ -402,9 +403,16 @@ def live_claim(tensor: Layout, tokens: Iterable[sympy.Symbol]) -> Claim | None:
     return Claim(dims, boolean_bounds(tensor), Bounds.of(0, 1) if zero else None)
 
 
-def stored_claim(tensor: Layout) -> Claim | None:
-    """The claim of a weight or buffer: all of it is live; None where a size is symbolic."""
-    return live_claim(tensor, ())
+def stored_claim(tensor: Layout, stored: Tensor | None = None) -> Claim | None:
+    """The claim of a weight or buffer: all of it is live; None where a size is symbolic.
+
+    Args:
+        stored: the real tensor, of integers that nobody changes; they may serve as indices (position ids).
+    """
+    claim = live_claim(tensor, ())
+    if claim is None or stored is None or not is_integer(tensor) or stored.numel() == 0:
+        return claim
+    return replace(claim, live=Bounds.of(int(stored.min()), int(stored.max()) + 1))
 
 
 def is_integer(tensor: Layout) -> bool:

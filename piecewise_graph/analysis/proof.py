@@ -110,8 +110,9 @@ class _Walk(fx.Interpreter):
 
     def __init__(self, gm: GraphModule, padding: Padding, forced: dict[fx.Node, str]) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self.mode = _torch.fake_mode_of(gm) or nullcontext()
+        self.mode = _torch.fake_mode_of(gm)
         self.padding, self.forced = padding, forced
+        self.fixed = self._fixes_tokens()
         self.found: dict[fx.Node, Finding] = {}
         self.seen = Observations()
         self.states: dict[int, State] = {}
@@ -127,29 +128,37 @@ class _Walk(fx.Interpreter):
             for tensor in _torch.inner_tensors(value) if isinstance(value, Tensor) else ():
                 self.inputs.append(tensor)
                 self._keep(tensor, claim if tensor is value else live_claim(tensor, ()))
-        with self.mode, torch.no_grad(), _torch.observe_ops(self.on_op):
+        with self.mode or nullcontext(), torch.no_grad(), _torch.observe_ops(self.on_op):
             outputs: Sequence[Any] = self.run(*inputs, enable_io_processing=False)
         return outputs
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
+        values = {source: tensors_of(self.env[source]) for source in n.all_input_nodes}
         if n in self.forced:
-            self._find(str(n.target), self.forced[n])
-        self.feeders[n] = [
-            source
-            for source in n.all_input_nodes
-            if not all(map(self.is_narrowable, tensors_of(self.env[source])))
-        ]
+            self._find(_name(n), self.forced[n])
+        if any(source in self.found and any(map(_torch.is_wrapped, values[source])) for source in values):
+            self._find(_name(n), "inside of a transform with what runs on live rows")
+        self.feeders[n] = [source for source in values if not all(map(self.is_narrowable, values[source]))]
         known = set(self.by_storage)
-        given = {id(tensor) for source in n.all_input_nodes for tensor in tensors_of(self.env[source])}
+        given = {id(tensor) for tensors in values.values() for tensor in tensors}
         result = super().run_node(n)
+        if not self.fixed and self._fixes_tokens():
+            self.fixed = True
+            self.forced[n] = "fixes the number of tokens"
+            self._find(_name(n), self.forced[n])
         for tensor in tensors_of(result):
             if n.op == "get_attr" and id(tensor) not in self.states:
                 self._keep(tensor, live_claim(tensor, ()))
-            elif n in self.found and id(tensor) not in given:
+            elif n in self.found and id(tensor) not in given and not _torch.is_wrapped(tensor):
                 self._keep(tensor, live_claim(tensor, self.padding.symbols))
                 self.torn |= {_torch.storage_id(tensor)} & known
         return result
+
+    def _fixes_tokens(self) -> bool:
+        """The run so far holds for one number of tokens only."""
+        env = None if self.mode is None else self.mode.shape_env
+        return env is not None and any(_torch.is_fixed(env, symbol) for symbol in self.padding.symbols)
 
     # --- judging ----------------------------------------------------------------------------------
 
@@ -288,6 +297,10 @@ class _Walk(fx.Interpreter):
             if storage in self.writers and not self.is_narrowable(tensor):
                 more |= dict.fromkeys(self.writers[storage], "leaves an input that is not clean")
         return {n: why for n, why in more.items() if n not in self.found and n.op != "placeholder"}
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _of_constants(call: Call) -> Sequence[State]:

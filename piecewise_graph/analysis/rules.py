@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from piecewise_graph import _torch
-from piecewise_graph.analysis.bounds import elementwise_bounds, require_inside, whole_range
+from piecewise_graph.analysis.bounds import (
+    elementwise_bounds,
+    require_inside,
+    running_bounds,
+    whole_range,
+)
 from piecewise_graph.analysis.claims import (
     UNIFORM,
     Bounds,
@@ -438,11 +443,11 @@ def running(call: Call) -> State:
     if not claim.dims:
         return Claim(())
     at = call.dim_of(source)
-    along = claim.dims[at]
+    along, size = claim.dims[at], source.shape[at]
     require(along is UNIFORM or keeps_places(along), "over tokens")
-    return Claim(
-        replaced(claim.dims, at, call.padding.counted(source.shape[at])) if along is UNIFORM else claim.dims
-    )
+    bounds = running_bounds(claim, size) if call.name == "aten::cumsum" and is_integer(source) else None
+    dims = replaced(claim.dims, at, call.padding.counted(size)) if along is UNIFORM else claim.dims
+    return Claim(dims, bounds, bounds)
 
 
 @rule("native_layer_norm _fused_rms_norm")
