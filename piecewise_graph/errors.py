@@ -234,14 +234,6 @@ class InputError(PiecewiseError):
         )
 
     @classmethod
-    def strides(cls, name: str, found: object, expected: object) -> InputError:
-        return cls(
-            f"{name!r} has strides {found}, the trace needs {expected}, and it is written in place, "
-            "so a copy would lose the writes.",
-            f"pass {name}.contiguous(), or a tensor of the strides that it was first called with.",
-        )
-
-    @classmethod
     def no_tokens(cls, name: str, cause: str) -> InputError:
         what = f"{name!r} holds no tokens, and the model itself cannot run on an empty batch: {cause}."
         return cls(what, "skip the call when there is nothing to run.")

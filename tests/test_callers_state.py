@@ -104,3 +104,23 @@ def test_modes_may_alternate(model: Blocks, device: torch.device) -> None:
             with mode():
                 x = rows(count, device)
                 assert_same(fast(x), model(x))
+
+
+@pytest.mark.parametrize("dims", ["one", "two"])
+def test_writes_reach_an_argument_of_other_strides(dims: str, device: torch.device) -> None:
+    """The trace was made for other strides, so it runs on a copy, which is copied back."""
+
+    def model(x: Tensor) -> Tensor:
+        x.add_(x)
+        return x + x
+
+    fast = compiled(model)
+    given = [
+        torch.randn(9, 8, device=device).repeat_interleave(2, -1)[..., ::2],
+        torch.randn(8, 9, device=device).t(),
+        torch.randn(9, 16, device=device)[:, :8],
+    ]
+    for x in given if dims == "two" else given[1:]:
+        want, before = model(x.clone()), x.clone()
+        torch.testing.assert_close(fast(x), want)
+        torch.testing.assert_close(x, before * 2)

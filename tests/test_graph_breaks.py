@@ -100,3 +100,30 @@ class Owner:
 
     def drop_graphs(self) -> None:
         """It has none."""
+
+
+def test_sizes_behind_a_break_are_guarded_by_dynamo(device: torch.device) -> None:
+    """How many rows come after the break depends on values: none, one or more."""
+
+    def model(x: Tensor) -> Tensor:
+        kept = (x * 2)[x[:, 0] > 0]
+        torch._dynamo.graph_break()
+        return x + (kept * 3).sum(0)
+
+    fast = compiled(model)
+    for positive in (3, 2, 0, 5, 1, 1, 0, 4):
+        x = rows(5, device).abs()
+        x[positive:] *= -1
+        assert_same(fast(x), model(x))
+
+
+def test_one_token_after_others_behind_a_break(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        torch._dynamo.graph_break()
+        return y + y.shape[0] if y.shape[0] > 1 else y
+
+    fast = compiled(model)
+    for count in (8, 1, 2, 7, 1, 3, 1):
+        x = rows(count, device)
+        assert_same(fast(x), model(x))

@@ -73,6 +73,7 @@ def build_program(
         _device(graph),
         _last_use(graph, segments),
         _blocked(graph, segments),
+        _writes_arguments(graph, segments),
         proved.unproved,
         proved.unpaddable,
         merge,
@@ -103,7 +104,8 @@ def with_activations(program: Program, indices: Collection[int]) -> Program:
     )
     graph = replace(program.split, inputs=inputs)
     blocked = program.blocked or _blocked(graph, program.compiled)
-    return replace(program, split=graph, blocked=blocked)
+    writes = _writes_arguments(graph, program.compiled)
+    return replace(program, split=graph, blocked=blocked, writes_arguments=writes)
 
 
 def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
@@ -197,10 +199,10 @@ def _blocked(
         return "data_dependent"
     if any(fact.random for fact in facts):
         return "random_numbers"
-    return "writes_an_input" if _writes_an_input(graph, segments) else None
+    return "writes_an_input" if _writes_arguments(graph, segments) else None
 
 
-def _writes_an_input(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> bool:
+def _writes_arguments(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> bool:
     """A segment writes an argument, or an op writes one that replays would copy.
 
     Ops may write tensors that are bound by address (a KV cache in a module's buffer): they get the real one.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.compiler.segments import CompiledSegment
-from piecewise_graph.errors import InputError, SplittingOpError
+from piecewise_graph.errors import SplittingOpError
 from piecewise_graph.sizes import ShapeContract, Sizes, TensorSpec, evaluate, overwrite, same_layout
 from piecewise_graph.splitter.merged_weights import Merge, with_merged
 from piecewise_graph.splitter.split_graph import (
@@ -40,6 +40,7 @@ class Program:
         last_use: slot -> index of the last step that reads it, itself or through a view
             (`len(steps)` for graph outputs).
         blocked: why no call of this trace can be replayed, or None.
+        writes_arguments: it writes an argument that replays would copy.
         unproved: SegmentStep.index -> what could not be proved of its padding, and why. A step that is not
             `padded` runs on live rows; of another one (`padding="tried"`) trials decide.
         unpaddable: why it can be replayed at exact sizes only, or None.
@@ -54,6 +55,7 @@ class Program:
     device: torch.device
     last_use: Mapping[int, int]
     blocked: str | None
+    writes_arguments: bool
     unproved: Mapping[int, str]
     unpaddable: str | None
     merge: Merge
@@ -95,18 +97,22 @@ def in_layout(program: Program, args: Sequence[Any], sizes: Sizes) -> Sequence[A
     pg.compile drops Dynamo's guards on symbolic strides, so an activation may come in others.
 
     Raises:
-        InputError: the trace writes an argument of other strides; a copy would lose the writes.
         MergedWeightsError: see `Program.with_merged`.
     """
     laid_out = list(args)
     for index, spec in program.split.activations:
         strides = spec.stride_at(sizes)
         if not same_layout(args[index], strides):
-            if program.blocked == "writes_an_input":
-                raise InputError.strides(program.split.inputs[index].name, args[index].stride(), strides)
             laid_out[index] = spec.empty(sizes)
             overwrite(laid_out[index], args[index])
     return program.with_merged(laid_out)
+
+
+def write_back(program: Program, args: Sequence[Any], laid_out: Sequence[Any]) -> None:
+    """Bring what the trace wrote to copies of `in_layout` to the arguments themselves."""
+    for given, copied in zip(args, laid_out, strict=False):  # merged weights follow
+        if program.writes_arguments and isinstance(given, Tensor) and copied is not given:
+            overwrite(given, copied)
 
 
 def run_steps(

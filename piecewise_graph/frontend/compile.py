@@ -206,9 +206,16 @@ class CompiledModel:
         count_fallback(self.model_state.fallbacks, reason)
 
     def _new_trace(self, guards: str) -> Callable[..., Any]:
-        options: Any = {"guard_filter_fn": _torch.drop_shape_guards} if guards == "relaxed" else None
+        options: Any = {"guard_filter_fn": self._kept_guards} if guards == "relaxed" else None
         self._untraced = torch.compile(self._model, backend=_ModelBackend(self.model_state), options=options)
         return self._untraced
+
+    def _kept_guards(self, guards: Sequence[Any]) -> list[bool]:
+        """All but those on sizes. Behind a graph break these stay, too: a part of the forward has run already,
+        so a miss would come too late for another trace.
+        """
+        behind_a_break = self.model_state.channel.graphs_run > 0
+        return [True] * len(guards) if behind_a_break else _torch.drop_shape_guards(guards)
 
     def _trace_longer(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from piecewise_graph.compiler.program import Program, in_layout, run_steps
+from piecewise_graph.compiler.program import Program, in_layout, run_steps, write_back
 from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.graph_pool import capturing_elsewhere
 from piecewise_graph.recorder.memory_plan import TraceToPlan
@@ -225,17 +225,19 @@ class Runtime:
     def _run_compiled(
         self, args: Sequence[Any], sizes: Sizes, num_tokens: int, reason: str, context: ForwardContext
     ) -> list[Any]:
-        args = in_layout(self.program, args, sizes)
+        laid_out = in_layout(self.program, args, sizes)
         if self.state.channel.purpose is not Purpose.WARM_UP:
             self._count_fallback(reason, num_tokens)
         # Inside of the caller's own capture nothing may be proven: a proof waits for the device.
         if reason != "captured_by_caller":
             bucket = bucket_of(num_tokens, self.sizes, self.invalid)
             if bucket is not None and self._pads(num_tokens, bucket, context):
-                padded = run_padded(self._workspace, args, num_tokens, bucket)
+                padded = run_padded(self._workspace, laid_out, num_tokens, bucket)
                 if padded is not None:
-                    return live_rows(self._workspace, padded, args, num_tokens)
-        return run_steps(self.program, args, sizes)
+                    return live_rows(self._workspace, padded, laid_out, num_tokens)
+        outputs = run_steps(self.program, laid_out, sizes)
+        write_back(self.program, args, laid_out)
+        return outputs
 
     def _pads(self, num_tokens: int, bucket: int, context: ForwardContext) -> bool:
         """An uncaptured forward runs on padded rows, because its batch describes them."""
