@@ -109,7 +109,7 @@ class Looking:
                 nodes = [n for n in step.gm.graph.nodes if n.op == "placeholder"]
                 fakes = [_torch.example_value(node) for node in nodes]
                 given = [
-                    claims.setdefault(item.slot, self._first(graph, item.slot, fake, symbols))
+                    claims.setdefault(item.slot, self._first(graph, item.slot, fake, symbols, inputs))
                     if isinstance(item, Ref) and isinstance(fake, Tensor)
                     else None
                     for item, fake in zip(step.inputs, fakes, strict=True)
@@ -128,9 +128,10 @@ class Looking:
         return gm.forward
 
     @staticmethod
-    def _first(graph: Any, slot: int, fake: Tensor, symbols: Any) -> Claim | None:
+    def _first(graph: Any, slot: int, fake: Tensor, symbols: Any, inputs: Sequence[Any]) -> Claim | None:
         bound = slot < len(graph.inputs) and graph.inputs[slot].bound
-        return stored_claim(fake) if bound else live_claim(fake, symbols)
+        real = inputs[slot] if slot < len(inputs) else None
+        return stored_claim(fake, real) if bound else live_claim(fake, symbols)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from test_architecture import CORE, LEVELS
 
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
-    "errors": 490,
+    "errors": 480,
     "_torch": 560,
     "rules": 790,
     "claims": 430,
@@ -72,15 +72,15 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1360,
+    "beside": 1353,
     "kernels": 434,
     "splitter": 774,
     "analysis": 1548,
-    "compiler": 1157,
+    "compiler": 1162,
     "recorder": 950,
-    "runtime": 859,
+    "runtime": 861,
     "inspection": 949,
-    "frontend": 823,
+    "frontend": 826,
     "custom_ops": 3218,
     "eagle": 2968,
     "bench": 645,

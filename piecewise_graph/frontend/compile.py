@@ -211,7 +211,7 @@ class CompiledModel:
         return self._untraced
 
     def _kept_guards(self, guards: Sequence[Any]) -> list[bool]:
-        """All but those on sizes. Behind a graph break these stay, too: a part of the forward has run already,
+        """All but those on sizes. Behind a graph break these stay: a part of the forward has run already,
         so a miss would come too late for another trace.
         """
         behind_a_break = self.model_state.channel.graphs_run > 0
