@@ -29,7 +29,7 @@ REMEDIES = {
     "grad_enabled": "call it under torch.no_grad() or torch.inference_mode()",
     "grad_enabled_inside": "remove torch.enable_grad() from the model's forward",
     "mixed_devices": "keep weights and inputs on one device",
-    "nested_forward": "give the inner model, or the other thread, a GraphPool of its own",
+    "nested_forward": "give the inner model a GraphPool of its own",
     "no_token_dimension": "name the dimension that counts tokens: pg.compile(model, token_dim=...)",
     "no_tokens": "skip the call when there is nothing to run",
     "not_captured": "capture it before serving: pg.capture(..., sizes=...)",
