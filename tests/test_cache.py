@@ -160,7 +160,7 @@ def test_loaded_code_brings_its_conditions(tmp_path: Path) -> None:
     for expected in (missed(), hit()):
         with expected:
             fast = run(tmp_path, count=6)
-        assert "conditions: Ne(" in pg.explain(fast).traces[0].sizes
+        assert "where Ne(" in pg.explain(fast).traces[0].sizes
         for count in (8, 1, 3):
             x = rows(count, torch.device("cpu"))
             assert_same(fast(x), model(x))

@@ -89,7 +89,7 @@ def test_segment_that_must_not_be_padded_makes_full_graphs_exact(device: torch.d
         for count in (4, 4, 3, 3, 2, 4):
             setup.call(count)
     counts = pg.counters.snapshot()
-    assert counts["not_full:mixes_tokens"] == counts["not_full"] > 0
+    assert counts["not_full:no_padding_proof"] == counts["not_full"] > 0
 
 
 def test_answer_of_the_call_that_captured_stays(device: torch.device) -> None:
