@@ -7,7 +7,6 @@ between versions are handled here and nowhere else.
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -313,8 +312,10 @@ def generated_code(run: Callable[..., Any]) -> str | None:
         if type(inner).__name__ == "CompiledFxGraph":
             return getattr(inner, "source_code", None) or None
         held = [getattr(inner, name, None) for name in ("_compiled_fn", "compiled_fn", "__wrapped__")]
-        closed_over = inspect.getclosurevars(inner).nonlocals if inspect.isfunction(inner) else {}
-        waiting += filter(callable, [*held, *closed_over.values()])
+        for cell in getattr(inner, "__closure__", None) or ():
+            with suppress(ValueError):  # a cell may be empty
+                held.append(cell.cell_contents)
+        waiting += filter(callable, held)
     return None
 
 

@@ -94,7 +94,7 @@ def test_kept_outputs_survive_later_calls_on_the_default_stream():
 
 @torch.no_grad()
 def test_a_failed_capture_costs_its_bucket_and_nothing_else():
-    model, compiled = build(FailsInCapture)
+    model, compiled = build(FailsInCapture, padding="tried")  # else the op, which has no rule, is cut out
     with pg.counters.expect(failed_captures=1, replays=0):
         for tokens in (5, 6, 7):
             x = inputs(tokens)
@@ -158,12 +158,17 @@ def test_release_gives_the_memory_back():
 
 @torch.no_grad()
 def test_a_pool_serves_one_device():
+    """A model on the CPU leaves the GPU's pool alone; its stand-ins take one of their own."""
     pool = pg.GraphPool()
     _, compiled = build(pool=pool)
     compiled(inputs(4))
-    cpu = pg.compile(Attention(), token_dim={"x": 0}, compiler="eager", pool=pool)
-    with pytest.raises(pg.errors.GraphPoolError, match="cuda"):
-        cpu(torch.randn(4, 256))
+    taken = pool.bytes()
+    model = Attention()
+    cpu = pg.compile(model, token_dim={"x": 0}, compiler="eager", pool=pool)
+    x = torch.randn(4, 256)
+    for _ in range(2):
+        torch.testing.assert_close(cpu(x), model(x))
+    assert pool.bytes() == taken
 
 
 @torch.no_grad()

@@ -72,15 +72,15 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1353,
+    "beside": 1354,
     "kernels": 434,
     "splitter": 774,
     "analysis": 1548,
     "compiler": 1162,
     "recorder": 950,
-    "runtime": 861,
+    "runtime": 869,
     "inspection": 949,
-    "frontend": 826,
+    "frontend": 827,
     "custom_ops": 3218,
     "eagle": 2968,
     "bench": 645,

@@ -169,9 +169,10 @@ def test_trials_stand_in_for_the_proof_on_request(device: torch.device) -> None:
 
 def test_integers_that_an_op_returns_are_zero_past_the_live_rows(device: torch.device) -> None:
     """What an earlier, longer batch left there would be looked up in a smaller table."""
+    table = TABLE.to(device)
 
     def model(x: Tensor) -> Tensor:
-        return ops.mix(table_of(x)[ops.places(x, 5)]) + ops.mix(table_of(x)[:2][ops.places(x, 1)])
+        return ops.mix(table[ops.places(x, 5)]) + ops.mix(table[:2][ops.places(x, 1)])
 
     fast = toys.compiled(model, capture_sizes=[8])
     with pg.counters.expect(replays=2, unpadded_segments=0, fallbacks=0):

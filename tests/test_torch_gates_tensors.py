@@ -215,3 +215,30 @@ def test_streams_have_addresses_of_their_own() -> None:
     assert _torch.stream_address(device) == 0
     with torch.cuda.stream(torch.cuda.Stream()) as _:
         assert _torch.stream_address(device) == torch.cuda.current_stream().cuda_stream != 0
+
+
+def test_tensors_inside_of_vmap_are_told(device: torch.device) -> None:
+    seen: list[bool] = []
+
+    def row(x: Tensor) -> Tensor:
+        seen.append(_torch.is_wrapped(x))
+        return x * 2
+
+    torch.vmap(row)(torch.ones(3, 2, device=device))
+    assert seen == [True] and not _torch.is_wrapped(torch.ones(2))
+
+
+def test_symbol_that_a_trace_fixed_is_told() -> None:
+    found: list[bool] = []
+
+    def look(gm: GraphModule) -> None:
+        (x,) = [n for n in placeholders(gm) if isinstance(_torch.example_value(n), Tensor)]
+        fake, shape_env = _torch.example_value(x), _torch.shape_env_of(gm)
+        symbol = _torch.expression(fake.shape[0])
+        found.append(_torch.is_fixed(shape_env, symbol))
+        int(fake.shape[0])  # guards on the number
+        found.append(_torch.is_fixed(shape_env, symbol))
+
+    with pytest.raises(Exception, match="specialized it to be a constant"):
+        trace(lambda x: x * 2, dynamic(6, 8), look=look)
+    assert found == [False, True]

@@ -27,6 +27,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, Tr
 from piecewise_graph.frontend.one_token import Signature, signature
 from piecewise_graph.frontend.token_dims import TokenDims
 from piecewise_graph.runtime.model_state import ModelState
-from piecewise_graph.runtime.side_channel import Purpose, TracedOnly
+from piecewise_graph.runtime.side_channel import Purpose, SideChannel, TracedOnly
 from piecewise_graph.sizes import ShapeMiss
 from piecewise_graph.telemetry import count_fallback
 
@@ -206,16 +207,10 @@ class CompiledModel:
         count_fallback(self.model_state.fallbacks, reason)
 
     def _new_trace(self, guards: str) -> Callable[..., Any]:
-        options: Any = {"guard_filter_fn": self._kept_guards} if guards == "relaxed" else None
+        kept = partial(_kept_guards, self.model_state.channel)
+        options: Any = {"guard_filter_fn": kept} if guards == "relaxed" else None
         self._untraced = torch.compile(self._model, backend=_ModelBackend(self.model_state), options=options)
         return self._untraced
-
-    def _kept_guards(self, guards: Sequence[Any]) -> list[bool]:
-        """All but those on sizes. Behind a graph break these stay: a part of the forward has run already,
-        so a miss would come too late for another trace.
-        """
-        behind_a_break = self.model_state.channel.graphs_run > 0
-        return [True] * len(guards) if behind_a_break else _torch.drop_shape_guards(guards)
 
     def _trace_longer(
         self,
@@ -261,6 +256,13 @@ class CompiledModel:
             if weight is not None and tensor.device != weight.device:
                 return TraceError.wrong_device(name, str(tensor.device), str(weight.device))
         return None
+
+
+def _kept_guards(channel: SideChannel, guards: Sequence[Any]) -> list[bool]:
+    """All but those on sizes. Behind a graph break these stay: a part of the forward has run already, so a
+    miss would come too late for another trace.
+    """
+    return [True] * len(guards) if channel.graphs_run else _torch.drop_shape_guards(guards)
 
 
 class _ModelBackend:

@@ -41,7 +41,7 @@ def unsplit_per_model(
     make: MakeRuntime, find_state: FindState, weights: Bound, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
     """The function handed to Dynamo for a trace that stays whole; see `per_model`."""
-    return _forward(_Runtimes(make, find_state, weights), example_inputs)
+    return _forward(_WholeRuntimes(make, find_state, weights), example_inputs)
 
 
 def per_model(program: Program, find_state: FindState, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -80,18 +80,22 @@ def _answer(runtime: AnyRuntime, args: Sequence[Any]) -> Any:
 class _Runtimes:
     """The runtimes of one trace, by the model that they belong to.
 
+    Nothing of it refers to itself: with the last reference to a trace, its graphs go at once.
+
     Args:
-        make: (model state, bound tensors with their argument indices) -> a runtime.
         bound: tensors that are read by address, of the model that was traced.
     """
 
-    def __init__(self, make: MakeRuntime, find_state: FindState, bound: Bound) -> None:
-        self._make, self._find_state = make, find_state
+    def __init__(self, find_state: FindState, bound: Bound) -> None:
+        self._find_state = find_state
         self._indices = [index for index, _ in bound]
         # Two weights tell models apart; a model that shares both with another is told by its addresses.
         self._weights = [index for index, tensor in bound if isinstance(tensor, torch.nn.Parameter)]
         self._telling = sorted({self._weights[0], self._weights[-1]}) if self._weights else []
         self._all: dict[Key, list[AnyRuntime]] = {}
+
+    def _make(self, state: Any, bound: Bound) -> AnyRuntime:
+        raise NotImplementedError
 
     def of(self, args: Sequence[Any]) -> AnyRuntime:
         """The runtime that served these weights last."""
@@ -135,6 +139,17 @@ def _call(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
         found(*args)
 
 
+class _WholeRuntimes(_Runtimes):
+    """The runtimes of a trace that stays whole, each of them made by `make`."""
+
+    def __init__(self, make: MakeRuntime, find_state: FindState, bound: Bound) -> None:
+        self._made_by = make
+        super().__init__(find_state, bound)
+
+    def _make(self, state: Any, bound: Bound) -> AnyRuntime:
+        return self._made_by(state, bound)
+
+
 class _SplitRuntimes(_Runtimes):
     """The runtimes of a trace that was split (Note [Tensors that change with every call])."""
 
@@ -142,9 +157,9 @@ class _SplitRuntimes(_Runtimes):
         self._program = program
         self._stood: dict[Key, dict[int, weakref.ref[Tensor]]] = {}  # buffers and attributes of a model
         self._changes: Counter[tuple[Key, int]] = Counter()
-        super().__init__(self._runtime, find_state, program.bound_arguments(example_inputs))
+        super().__init__(find_state, program.bound_arguments(example_inputs))
 
-    def _runtime(self, state: Any, bound: Bound) -> Runtime:
+    def _make(self, state: Any, bound: Bound) -> Runtime:
         return Runtime(self._program, state, self._program.static_tokens, bound)
 
     def _add(self, args: Sequence[Any]) -> AnyRuntime:

@@ -92,7 +92,7 @@ def copy_state(source: nn.Module, target: nn.Module) -> None:
 
 def served() -> int:
     found = pg.counters.snapshot()
-    return found["tapes"] + found["replays"] + found["fallbacks"]
+    return sum(found[name] for name in ("tapes", "replays", "fallbacks", "failed_captures"))
 
 
 @contextmanager
