@@ -27,7 +27,12 @@ with torch.no_grad():
 def test_torch_logs_shows_split_capture_and_first_fallback() -> None:
     environment = {**os.environ, "TORCH_LOGS": "+piecewise_graph", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     lines = done.stderr.splitlines()
     (split,) = [line for line in lines if "split into" in line]

@@ -8,6 +8,8 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from fuzz.rows import Row, Rows, shard
 from fuzz.sequences import Case
 from fuzz.shrink import shrink
 from fuzz.trial import case_of, run_case, run_seed
+
+_BATCH = 250  # then processes begin anew: what torch keeps of a trace does not add up
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,9 +100,21 @@ def _run_all(run: Callable[[Any], Row], items: Sequence[Any], jobs: int) -> Iter
     if jobs == 1:
         yield from map(run, items)
         return
+    for start in range(0, len(items), _BATCH):
+        yield from _in_processes(run, items[start : start + _BATCH], jobs)
+
+
+def _in_processes(run: Callable[[Any], Row], items: Sequence[Any], jobs: int) -> list[Row]:
+    """The rows of one batch. A process that dies says nothing, so half a batch is tried at a time."""
     context = multiprocessing.get_context("spawn")
-    with context.Pool(jobs, torch.set_num_threads, (1,), maxtasksperchild=100) as pool:
-        yield from pool.imap(run, items)
+    try:
+        with ProcessPoolExecutor(min(jobs, len(items)), context, torch.set_num_threads, (1,)) as pool:
+            return list(pool.map(run, items))
+    except BrokenProcessPool:
+        if len(items) == 1:
+            return [Row(str(items[0]), "error", "the process died")]
+    half = len(items) // 2
+    return [*_in_processes(run, items[:half], jobs), *_in_processes(run, items[half:], jobs)]
 
 
 def _replay(given: argparse.Namespace, device: torch.device) -> int:
