@@ -213,3 +213,31 @@ def test_written_view_of_a_region_is_not_torn(device: torch.device) -> None:
 def test_option_is_checked() -> None:
     with pytest.raises(pg.errors.ConfigError, match="padding"):
         pg.compile(nn.Identity(), padding="perhaps")
+
+
+def test_what_a_padded_op_writes_into_the_tail_is_not_looked_up(device: torch.device) -> None:
+    table = TABLE.to(device)
+
+    def model(x: Tensor) -> Tensor:
+        rows = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        ops.count_padded(x, rows)
+        return ops.mix(table[rows]) + x
+
+    fast = toys.compiled(model, capture_sizes=[8])
+    for tokens in (6, 5, 5, 3):
+        x = toys.rows(tokens, device)
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_an_op_that_writes_a_view_changes_what_its_base_points_to(device: torch.device) -> None:
+    """-1 is another row in a padded batch."""
+
+    def model(x: Tensor) -> Tensor:
+        rows = torch.arange(x.shape[0], device=x.device)
+        ops.point_to_last(rows.view(-1))
+        return x * 2 + x[rows]
+
+    fast = toys.compiled(model, capture_sizes=[8])
+    for tokens in (8, 5, 5, 3):
+        x = toys.rows(tokens, device)
+        torch.testing.assert_close(fast(x), model(x))

@@ -97,6 +97,17 @@ def _mix_padded(x: Tensor) -> Tensor:
     return x * 2
 
 
+def _count_padded(x: Tensor, out: Tensor) -> None:
+    """Number the rows, padded ones too."""
+    note("count_padded", x)
+    out.copy_(torch.arange(x.shape[0], device=x.device))
+
+
+def _point_to_last(rows: Tensor) -> None:
+    note("point_to_last", rows)
+    rows.fill_(-1)
+
+
 def _halve(x: Tensor) -> None:
     note("halve", x)
     x.mul_(0.5)
@@ -131,6 +142,8 @@ define("choose(Tensor x, Tensor(a!) out) -> ()", _choose, lambda x, out: None)
 define("mix_pair(Tensor x) -> (Tensor, Tensor)", _mix_pair, lambda x: (x.clone(), x.clone()))
 define("mix_strided(Tensor x) -> Tensor", _mix_strided, torch.empty_like)
 define("mix_padded(Tensor x) -> Tensor", _mix_padded, torch.empty_like)
+define("count_padded(Tensor x, Tensor(a!) out) -> ()", _count_padded, lambda x, out: None)
+define("point_to_last(Tensor(a!) rows) -> ()", _point_to_last, lambda rows: None)
 define("halve(Tensor(a!) x) -> ()", _halve, lambda x: None)
 define("append(Tensor x, Tensor(a!) cache) -> ()", _append, lambda x, cache: None)
 define("call_back(Tensor x) -> Tensor", _call_back, torch.empty_like)
@@ -149,12 +162,14 @@ for _op in (
     "mix_pair",
     "mix_strided",
     "halve",
+    "point_to_last",
     "append",
     "mix_list",
     "call_back",
 ):
     pg.register_splitting_op(f"toy::{_op}")
 pg.register_splitting_op("toy::mix_padded", padded=True)
+pg.register_splitting_op("toy::count_padded", padded=True)
 
 ops = torch.ops.toy
 

@@ -61,7 +61,8 @@ def build_program(
     graph = proved.split
     for op in graph.leaks:
         warnings.warn(LeakWarning.inside_segment(op), stacklevel=2)
-    segments = compile_split(graph, config.compiler, compiled, config.cache_dir, proved.facts)
+    segments = compile_split(graph, config.compiler, compiled, config.cache_dir, proved.keys, proved.facts)
+    writes = _writes_arguments(graph, segments)
     token = graph.symbols[0] if len(graph.symbols) == 1 else None
     contract = _contract(gm, graph)
     program = Program(
@@ -72,8 +73,8 @@ def build_program(
         None if contract.symbols else _static_tokens(graph),
         _device(graph),
         _last_use(graph, segments),
-        _blocked(graph, segments),
-        _writes_arguments(graph, segments),
+        _blocked(graph, segments, writes),
+        writes,
         proved.unproved,
         proved.unpaddable,
         merge,
@@ -103,8 +104,8 @@ def with_activations(program: Program, indices: Collection[int]) -> Program:
         for index, given in enumerate(program.split.inputs)
     )
     graph = replace(program.split, inputs=inputs)
-    blocked = program.blocked or _blocked(graph, program.compiled)
     writes = _writes_arguments(graph, program.compiled)
+    blocked = program.blocked or _blocked(graph, program.compiled, writes)
     return replace(program, split=graph, blocked=blocked, writes_arguments=writes)
 
 
@@ -183,8 +184,7 @@ def _last_use(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> dic
 
 
 def _blocked(
-    graph: SplitGraph,
-    segments: Mapping[int, CompiledSegment],
+    graph: SplitGraph, segments: Mapping[int, CompiledSegment], writes_arguments: bool
 ) -> str | None:
     """Why no call of a trace can be replayed; it runs its compiled segments instead."""
     facts = [segment.facts for segment in segments.values()]
@@ -199,7 +199,7 @@ def _blocked(
         return "data_dependent"
     if any(fact.random for fact in facts):
         return "random_numbers"
-    return "writes_an_input" if _writes_arguments(graph, segments) else None
+    return "writes_an_input" if writes_arguments else None
 
 
 def _writes_arguments(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> bool:

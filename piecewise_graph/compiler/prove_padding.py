@@ -23,7 +23,7 @@ from piecewise_graph import _torch
 from piecewise_graph.analysis.claims import Bounds, Claim, is_integer, live_claim, stored_claim
 from piecewise_graph.analysis.facts import SegmentFacts
 from piecewise_graph.analysis.proof import Finding, SegmentProof, analyse
-from piecewise_graph.compiler.segment_key import structure_key
+from piecewise_graph.compiler.segment_key import Key, structure_key
 from piecewise_graph.splitter.split import Unsplittable, split
 from piecewise_graph.splitter.split_graph import OpCall, Ref, SegmentStep, SplitGraph, references
 from piecewise_graph.splitter.splitting_ops import bind_arguments, splitting_op_of, written_arguments
@@ -42,12 +42,14 @@ class ProvedGraph:
     """A split graph, and what may be padded in it.
 
     Attributes:
-        facts: of each segment, by its structure.
+        keys: of each segment's structure, by SegmentStep.index.
+        facts: of each structure, by its key's digest.
         unproved: SegmentStep.index -> what could not be proved in the segment, and why.
         unpaddable: why the trace serves exact sizes only, or None.
     """
 
     split: SplitGraph
+    keys: Mapping[int, Key]
     facts: Mapping[str, SegmentFacts]
     unproved: Mapping[int, str]
     unpaddable: str | None
@@ -95,17 +97,20 @@ class _Prover:
         self._compiler, self._largest = compiler, largest
         self._known: dict[tuple[str, tuple[Claim | None, ...]], SegmentProof] = {}
 
+    def keys(self, graph: SplitGraph) -> dict[int, Key]:
+        """The keys of a graph's segments, made before a proof of one can add conditions to their trace."""
+        return {step.index: structure_key(step.gm, self._compiler) for step in graph.segments}
+
     def prove(
-        self, gm: GraphModule, claims: tuple[Claim | None, ...], tokens: Sequence[sympy.Symbol]
-    ) -> tuple[str, SegmentProof]:
-        """The key of the structure, and what is proved of it."""
-        digest = structure_key(gm, self._compiler).digest
-        proof = self._known.get((digest, claims))
+        self, key: Key, gm: GraphModule, claims: tuple[Claim | None, ...], tokens: Sequence[sympy.Symbol]
+    ) -> SegmentProof:
+        """What is proved of the structure of `key`."""
+        proof = self._known.get((key.digest, claims))
         if proof is None:
             inputs = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
             proof = analyse(gm, inputs, claims, tokens, self._largest)
-            self._known[digest, claims] = proof
-        return digest, proof
+            self._known[key.digest, claims] = proof
+        return proof
 
 
 def _integer_bounds(example_inputs: Sequence[Any]) -> dict[int, Bounds]:
@@ -120,9 +125,10 @@ def _integer_bounds(example_inputs: Sequence[Any]) -> dict[int, Bounds]:
 
 def _judge(graph: SplitGraph, prover: _Prover, bounds: Mapping[int, Bounds]) -> _Judge:
     """Judge the graph; what a buffer holds now says nothing where the trace itself writes it."""
-    judged = _Judge(graph, prover, bounds).run()
+    keys = prover.keys(graph)
+    judged = _Judge(graph, keys, prover, bounds).run()
     kept = {slot: bound for slot, bound in bounds.items() if graph.storages[slot] not in judged.written}
-    return judged if len(kept) == len(bounds) else _Judge(graph, prover, kept).run()
+    return judged if len(kept) == len(bounds) else _Judge(graph, keys, prover, kept).run()
 
 
 class _Judge:
@@ -133,8 +139,10 @@ class _Judge:
         is_stuck: some value cannot cross the cut that it has to cross.
     """
 
-    def __init__(self, graph: SplitGraph, prover: _Prover, bounds: Mapping[int, Bounds]) -> None:
-        self.split, self.prover, self.bounds = graph, prover, bounds
+    def __init__(
+        self, graph: SplitGraph, keys: Mapping[int, Key], prover: _Prover, bounds: Mapping[int, Bounds]
+    ) -> None:
+        self.split, self.keys, self.prover, self.bounds = graph, keys, prover, bounds
         self.tokens = graph.symbols if len(graph.symbols) == 1 else ()
         self.claims: dict[int, Claim | None] = {}
         self.facts: dict[str, SegmentFacts] = {}
@@ -162,7 +170,8 @@ class _Judge:
 
     def result(self) -> ProvedGraph:
         unproved = self.unproved if self.may_pad else {}
-        return ProvedGraph(self.split, self.facts, unproved, self.unpaddable if self.may_pad else None)
+        unpaddable = self.unpaddable if self.may_pad else None
+        return ProvedGraph(self.split, self.keys, self.facts, unproved, unpaddable)
 
     def run(self) -> _Judge:
         for slot, given in enumerate(self.split.inputs):
@@ -196,24 +205,30 @@ class _Judge:
             for slot, node in zip(step.outputs, made, strict=True)
         )
         given = tuple(self.claims.get(x.slot) if isinstance(x, Ref) else None for x in step.inputs)
-        digest, proof = self.prover.prove(step.gm, given, self.tokens)
-        self.facts[digest] = proof.facts
+        key = self.keys[step.index]
+        proof = self.prover.prove(key, step.gm, given, self.tokens)
+        self.facts[key.digest] = proof.facts
         self.computes[step.index] = proof.facts.computes
-        written = [(i, x.slot) for i in proof.facts.written if isinstance(x := step.inputs[i], Ref)]
-        self.written |= {self.split.storages[slot] for _, slot in written}
         if step.padded:
-            self.claims.update(zip(step.outputs, proof.outputs, strict=True))
-            self.claims.update(
-                (step.outputs[i], self._live(step.outputs[i])) for i in proof.facts.uninitialised
-            )
-            self.claims.update((slot, proof.inputs[index]) for index, slot in written)
-            if proof.findings:
-                self.unproved[step.index] = _text(proof.findings)
-                self.wanted |= {step.origins[found.node.name] for found in proof.findings}
-            return
+            self._padded(step, proof)
+        else:
+            self._unpadded(step, proof)
+
+    def _padded(self, step: SegmentStep, proof: SegmentProof) -> None:
+        for index, slot in _written(step, proof):
+            self._write(slot, proof.inputs[index])
+        self.claims.update(zip(step.outputs, proof.outputs, strict=True))
+        self.claims.update((step.outputs[i], self._live(step.outputs[i])) for i in proof.facts.uninitialised)
+        if proof.findings:
+            self.unproved[step.index] = _text(proof.findings)
+            self.wanted |= {step.origins[found.node.name] for found in proof.findings}
+
+    def _unpadded(self, step: SegmentStep, proof: SegmentProof) -> None:
         self.unproved[step.index] = _text(proof.findings) or "beside what is unproved"
         for slot in references(step.inputs):
             self._narrowed(slot)
+        for _, slot in _written(step, proof):
+            self._write_live_rows(slot)
         self.claims.update((slot, self._live(slot)) for slot in step.outputs)
 
     def _op(self, call: OpCall) -> None:
@@ -222,17 +237,27 @@ class _Judge:
         for name, value in bind_arguments(call.target, call.args, call.kwargs):
             if name in written_arguments(call.target):
                 for slot in references(value):
-                    self.written.add(self.split.storages[slot])
-                    self._written_by_op(slot)
+                    self._write_live_rows(slot, also_tail=call.op.padded)
         for _, slot in call.outputs:
             claim = self._live(slot)
             self.claims[slot] = replace(claim, tail=None) if claim and call.op.padded else claim
 
-    def _written_by_op(self, slot: int) -> None:
-        """Live rows are live; the tail is what it was."""
+    def _write_live_rows(self, slot: int, also_tail: bool = False) -> None:
+        """Live rows are live; the tail is what it was, or with `also_tail` anything."""
         before = self.claims.get(slot)
-        kept = before is not None and before.is_plain
-        self.claims[slot] = Claim(before.dims, tail=before.tail) if before and kept else self._live(slot)
+        if before is None or not before.is_plain:
+            self._write(slot, self._live(slot))
+        else:
+            self._write(slot, Claim(before.dims, tail=None if also_tail else before.tail))
+
+    def _write(self, slot: int, claim: Claim | None) -> None:
+        """Give a written slot its claim. Of the values of all others in its storage nothing is known."""
+        storage = self.split.storages[slot]
+        self.written.add(storage)
+        for other, old in self.claims.items():
+            if self.split.storages[other] == storage and old is not None:
+                self.claims[other] = Claim(old.dims) if old.is_plain else None
+        self.claims[slot] = claim
 
     def _narrowed(self, slot: int) -> None:
         """The value is seen by an op, an unpadded segment or the caller, who get its live rows."""
@@ -254,6 +279,11 @@ class _Judge:
             several = len(mine) < len(step.outputs)
             if not step.padded and (mine & self.written) and (several or mine & others):
                 self.is_stuck = True
+
+
+def _written(step: SegmentStep, proof: SegmentProof) -> list[tuple[int, int]]:
+    """The inputs that a segment writes: position and slot."""
+    return [(i, x.slot) for i in sorted(proof.facts.written) if isinstance(x := step.inputs[i], Ref)]
 
 
 def _text(findings: Sequence[Finding]) -> str:

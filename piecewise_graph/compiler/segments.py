@@ -20,7 +20,6 @@ from piecewise_graph.compiler.segment_key import (
     accept,
     conditions_since,
     portable_key,
-    structure_key,
 )
 from piecewise_graph.splitter.split_graph import SegmentStep, SplitGraph
 from piecewise_graph.telemetry import counters
@@ -91,6 +90,7 @@ def compile_split(
     compiler: str,
     compiled: dict[str, CompiledSegment],
     cache_dir: Folder | None,
+    keys: Mapping[int, Key],
     facts: Mapping[str, SegmentFacts],
 ) -> dict[int, CompiledSegment]:
     """What runs each segment of `split`, by SegmentStep.index; each structure is compiled once.
@@ -98,16 +98,15 @@ def compile_split(
     Args:
         compiled: structures by key, shared by the traces of one model; grows here.
         cache_dir: where other processes left compiled segments, and this one will (disk_cache.py).
-        facts: of each structure.
+        keys: of each segment's structure, by SegmentStep.index.
+        facts: of each structure, by its key's digest.
     """
     prepare(compiler, cache_dir)
     shape_env = next(filter(None, (_torch.shape_env_of(step.gm) for step in split.segments)), None)
     given = len(_torch.shape_guards(shape_env)) if shape_env is not None else 0
     jobs: dict[str, tuple[Key, Callable[[], CompiledSegment]]] = {}
-    digests = {}
     for step in split.segments:
-        key = structure_key(step.gm, compiler)
-        digests[step.index] = key.digest
+        key = keys[step.index]
         if key.digest not in jobs:
             stored = None
             if cache_dir is not None and compiler == "inductor":
@@ -116,7 +115,7 @@ def compile_split(
     for digest, (key, job) in jobs.items():
         if digest not in compiled or not accept(compiled[digest].conditions, key, shape_env):
             compiled[digest] = job()
-    found = {index: compiled[digest] for index, digest in digests.items()}
+    found = {index: compiled[key.digest] for index, key in keys.items()}
     computing = sum(segment.facts.computes for segment in found.values())
     counters.add("segments", computing)
     counters.add("inline_segments", len(found) - computing)
