@@ -16,6 +16,7 @@ activation when it is replaced for the second time.
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,7 +78,7 @@ def _answer(runtime: AnyRuntime, args: Sequence[Any]) -> Any:
     return runtime(*args) if answer is None else answer(runtime, args)
 
 
-class _Runtimes:
+class _Runtimes(ABC):
     """The runtimes of one trace, by the model that they belong to.
 
     Nothing of it refers to itself: with the last reference to a trace, its graphs go at once.
@@ -94,8 +95,8 @@ class _Runtimes:
         self._telling = sorted({self._weights[0], self._weights[-1]}) if self._weights else []
         self._all: dict[Key, list[AnyRuntime]] = {}
 
-    def _make(self, state: Any, bound: Bound) -> AnyRuntime:
-        raise NotImplementedError
+    @abstractmethod
+    def _make(self, state: Any, bound: Bound) -> AnyRuntime: ...
 
     def of(self, args: Sequence[Any]) -> AnyRuntime:
         """The runtime that served these weights last."""
