@@ -6,7 +6,6 @@ An op is right, or its calls are counted as fallbacks or exact-size segments wit
 from __future__ import annotations
 
 import sys
-import time
 import unittest
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch.utils import _pytree as pytree
 import piecewise_graph as pg
 from fuzz.compare import SHAKES, difference, shake, snapshot
 from fuzz.pairs import Failure, line_of, place_of, quietly_in_time, served
-from fuzz.rows import FOLLOWED, Row
+from fuzz.rows import Row, row_of
 
 TOKENS = (5, 8, 3, 7, 1)
 Places = Sequence[tuple[int, int]]  # (leaf, dimension of it that counts tokens)
@@ -105,21 +104,13 @@ def _interest(sample: Any) -> int:
 
 def run_op(case: OpCase, compiler: str, device: torch.device) -> Row:
     """The verdict on an op with tokens in one dimension."""
-    torch._dynamo.reset()
-    pg.reset()
-    before, start = pg.counters.snapshot(), time.perf_counter()
-    verdict, reason = "right", ""
-    try:
+
+    def judge() -> tuple[str, str]:
         with quietly_in_time(), torch.random.fork_rng(devices=[]), torch.no_grad():
-            if not _Op(case, device).run(compiler):
-                verdict, reason = "invalid", "eager takes no other size there"
-    except Failure as failure:
-        verdict, reason = failure.verdict, failure.reason
-    except Exception as error:
-        verdict, reason = "error", f"the comparison raised {error!r}"
-    moved = {name: n - before.get(name, 0) for name, n in pg.counters.snapshot().items()}
-    kept = {name: n for name, n in moved.items() if n and name.partition(":")[0] in FOLLOWED}
-    return Row(str(case), verdict, reason, kept, round(time.perf_counter() - start, 3))
+            right = _Op(case, device).run(compiler)
+        return ("right", "") if right else ("invalid", "eager takes no other size there")
+
+    return row_of(str(case), judge)
 
 
 class _Op:

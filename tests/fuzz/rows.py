@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+
+import piecewise_graph as pg
+from fuzz.pairs import Failure
 
 FOLLOWED = ("tapes", "replays", "fallbacks", "unpadded_segments", "traces")
 
@@ -32,6 +38,26 @@ class Row:
     @property
     def failed(self) -> bool:
         return self.verdict in ("wrong", "error")
+
+
+def row_of(seed: int | str, judge: Callable[[], tuple[str, str]]) -> Row:
+    """The row of one case, which starts without traces and graphs of others.
+
+    Args:
+        judge: returns verdict and reason, or raises Failure.
+    """
+    torch._dynamo.reset()
+    pg.reset()
+    before, start = pg.counters.snapshot(), time.perf_counter()
+    try:
+        verdict, reason = judge()
+    except Failure as failure:
+        verdict, reason = failure.verdict, failure.reason
+    except Exception as error:
+        verdict, reason = "error", f"the comparison raised {error!r}"
+    moved = {name: n - before.get(name, 0) for name, n in pg.counters.snapshot().items()}
+    kept = {name: n for name, n in moved.items() if n and name.partition(":")[0] in FOLLOWED}
+    return Row(seed, verdict, reason, kept, round(time.perf_counter() - start, 3))
 
 
 class Rows:

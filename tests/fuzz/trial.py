@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from random import Random
@@ -32,7 +31,7 @@ from fuzz.pairs import (
     state,
 )
 from fuzz.programs import random_program
-from fuzz.rows import FOLLOWED, Row
+from fuzz.rows import Row, row_of
 from fuzz.sequences import Case, Step, inputs_of, random_sequence
 from piecewise_graph.errors import AddressMovedError, CaptureError, FreezeError, InputError, TokenDimError
 
@@ -50,27 +49,17 @@ def run_seed(seed: int, compiler: str, device: torch.device) -> Row:
 
 def run_case(case: Case, compiler: str, device: torch.device, seed: int | str = "case") -> Row:
     """The verdict on a case."""
-    torch._dynamo.reset()
-    pg.reset()
-    before, start = pg.counters.snapshot(), time.perf_counter()
-    verdict, reason = "right", ""
-    try:
+
+    def judge() -> tuple[str, str]:
         with quietly_in_time(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             trial = _Trial(case, compiler, device)
             trial.run()
-            if not trial.answers:
-                verdict = "refused" if trial.refused else "invalid"
-            reason = "; ".join(
-                dict.fromkeys(trial.refused or (not trial.answers and trial.eager_errors) or ())
-            )
-    except Failure as failure:
-        verdict, reason = failure.verdict, failure.reason
-    except Exception as error:
-        verdict, reason = "error", f"the comparison raised {error!r}"
-    moved = {name: n - before.get(name, 0) for name, n in pg.counters.snapshot().items()}
-    kept = {name: n for name, n in moved.items() if n and name.partition(":")[0] in FOLLOWED}
-    return Row(seed, verdict, reason, kept, round(time.perf_counter() - start, 3))
+        told = trial.refused if trial.answers else trial.refused or trial.eager_errors
+        verdict = "right" if trial.answers else "refused" if trial.refused else "invalid"
+        return verdict, "; ".join(dict.fromkeys(told))
+
+    return row_of(seed, judge)
 
 
 class _Trial:
