@@ -30,7 +30,16 @@ DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
 # They do not check what indexes memory: on random integers and sizes eager itself writes beyond it.
 UNCHECKED = ("lu_unpack", "_batch_norm_with_update")
 # Their values are whatever the memory held.
-UNINITIALISED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+UNINITIALISED = (
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "resize_as_",
+)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -243,7 +243,7 @@ class _Trial:
             except CaptureError as error:
                 self.refused.append(f"CaptureError: {line_of(error)}")
             except Exception as error:
-                self._refused_or_raised(step, one, error, "pg.capture")
+                self._refused_or_raised(self._at(step, max(sizes)), one, error, "pg.capture")
             copy_state(one.model, one.eager)
 
     def _eager_raises(self, step: Step, subject: Pair, tokens: int) -> bool:
@@ -251,8 +251,11 @@ class _Trial:
             return outcome(copy.deepcopy(subject.eager), self._inputs(step, tokens))[1] is not None
 
     def _inputs(self, step: Step, tokens: int) -> dict[str, Tensor]:
-        named = asdict(step) | {"tokens": tokens, "kind": "call"}
-        return inputs_of(self.case.program, Step(**named), self.device)
+        return inputs_of(self.case.program, self._at(step, tokens), self.device)
+
+    def _at(self, step: Step, tokens: int) -> Step:
+        """A call of `tokens` tokens with the data of a capture."""
+        return replace(step, kind="call", tokens=tokens)
 
     def _update(self, step: Step, subject: Pair) -> None:
         generator = torch.Generator().manual_seed(step.seed)
