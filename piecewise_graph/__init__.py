@@ -15,7 +15,9 @@ A trace goes one way through the package, a package per stage:
 custom_ops, eagle, bench, cli.
 """
 
+import sys
 from importlib import import_module, util
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,18 @@ def __getattr__(name: str) -> Any:
 
 
 # An installation has custom_ops inside this package. A checkout that is not installed has it beside.
-_ROOT = Path(__file__).resolve().parents[1]
-if util.find_spec(f"{__name__}.custom_ops") is None and (_ROOT / "custom_ops" / "kv_cache.py").is_file():
-    __path__.append(str(_ROOT))
+_CUSTOM_OPS = Path(__file__).resolve().parents[1] / "custom_ops"
+
+
+class _Beside:
+    """Finds `custom_ops`, and nothing else of the checkout, as a part of this package."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != f"{__name__}.custom_ops":
+            return None
+        return util.spec_from_file_location(name, _CUSTOM_OPS / "__init__.py")
+
+
+if util.find_spec(f"{__name__}.custom_ops") is None and (_CUSTOM_OPS / "kv_cache.py").is_file():
+    sys.meta_path.append(_Beside)

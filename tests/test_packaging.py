@@ -42,6 +42,18 @@ def test_a_checkout_runs_without_being_installed() -> None:
     assert Path(core) == ROOT / "piecewise_graph" / "__init__.py"
 
 
+def test_a_checkout_without_installation_can_be_walked() -> None:
+    """As TORCH_LOGS=+piecewise_graph does: each module once, the rest of the checkout not at all."""
+    code = "import pkgutil, piecewise_graph as pg\n"
+    code += "for found in pkgutil.walk_packages(pg.__path__, 'piecewise_graph.'): print(found.name)"
+    found = python(ROOT, code)
+    assert found.returncode == 0, found.stderr
+    names = found.stdout.splitlines()
+    assert len(names) == len(set(names))
+    assert "piecewise_graph.runtime.dispatch" in names
+    assert not [name for name in names if "tests" in name]
+
+
 def test_the_users_own_custom_ops_stay_apart(installed: Path) -> None:
     code = "import piecewise_graph.custom_ops as ours, custom_ops; print(ours.__file__, custom_ops.mine); "
     found = python(installed, code + "import piecewise_graph; print(len(piecewise_graph.__path__))")
