@@ -72,13 +72,13 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1354,
+    "beside": 1362,
     "kernels": 434,
     "splitter": 774,
     "analysis": 1548,
-    "compiler": 1162,
+    "compiler": 1180,
     "recorder": 950,
-    "runtime": 869,
+    "runtime": 870,
     "inspection": 949,
     "frontend": 827,
     "custom_ops": 3218,
