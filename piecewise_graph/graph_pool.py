@@ -303,11 +303,14 @@ def clean_cublas(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """No cyclic collection during a capture: freeing a graph or unloading a kernel would invalidate it."""
+    """No cyclic collection during a capture: freeing a graph or unloading a kernel would invalidate it.
+
+    Nothing is collected before it either: in a process that has imported torch and transformers, that takes
+    as long as the captures of a large model.
+    """
     if not gc.isenabled():
         yield
         return
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -86,9 +87,16 @@ class Program:
         own = [given for given in self.split.inputs if given.constant is None and not given.merged]
         return self.with_merged([weights.get(index) for index in range(len(own))])
 
-    def dying_at(self, step: int) -> list[int]:
+    def dying_at(self, step: int) -> Sequence[int]:
         """Slots that nothing reads after `step`."""
-        return [slot for slot, last in self.last_use.items() if last == step]
+        return self._dying.get(step, ())
+
+    @cached_property
+    def _dying(self) -> Mapping[int, Sequence[int]]:
+        found: dict[int, list[int]] = {}
+        for slot, last in self.last_use.items():
+            found.setdefault(last, []).append(slot)
+        return found
 
 
 def in_layout(program: Program, args: Sequence[Any], sizes: Sizes) -> Sequence[Any]:
