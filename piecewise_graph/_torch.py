@@ -9,15 +9,16 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import CodeType
 from typing import Any
 
 import sympy
 import torch
-from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch import Tensor, fx
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 OpOverload = torch._ops.OpOverload
@@ -60,6 +61,27 @@ def value_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int |
 def expression(value: Any) -> sympy.Expr:
     """The sympy expression of an int, a SymInt or an expression."""
     return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
+
+
+def size_of_symbol(shape_env: Any, symbol: sympy.Symbol) -> torch.SymInt:
+    """The size that `symbol` stands for."""
+    return shape_env.create_symintnode(symbol, hint=None)
+
+
+def add_size(graph: Graph, size: torch.SymInt, symbols: Mapping[sympy.Symbol, Node]) -> Node:
+    """Append nodes that compute `size` from the sizes in its expression; returns the last one."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    known = set(graph.nodes)
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    proxies = {symbol: fx.Proxy(node, tracer) for symbol, node in symbols.items()}
+    last = sympy_interp(PythonReferenceAnalysis, proxies, expression(size)).node
+    for node in graph.nodes:
+        if node not in known:
+            args = map_arg(node.args, example_value)
+            node.meta["example_value"] = node.target(*args)
+    return last
 
 
 def is_constant(value: torch.SymInt | torch.SymFloat) -> bool:

@@ -14,7 +14,7 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 480,
-    "_torch": 560,
+    "_torch": 580,
     "rules": 790,
     "claims": 430,
     "proof": 350,
@@ -72,11 +72,11 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1362,
+    "beside": 1376,
     "kernels": 434,
-    "splitter": 774,
+    "splitter": 813,
     "analysis": 1548,
-    "compiler": 1180,
+    "compiler": 1187,
     "recorder": 950,
     "runtime": 870,
     "inspection": 949,

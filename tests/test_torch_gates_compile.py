@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +242,30 @@ def test_bodies_of_higher_order_ops_are_found() -> None:
     assert len(list(_torch.inner_graphs(gm, names))) == 2
     assert [node.op for node in gm.graph.nodes if _torch.is_higher_order(node.target)] == ["call_function"]
     assert list(_torch.inner_graphs(gm, ["no_such_name"])) == []
+
+
+def test_a_size_is_computed_from_its_symbols() -> None:
+    found: list[tuple[int, int]] = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        (size,) = [_torch.example_value(n) for n in gm.graph.nodes if n.op == "call_function"][-1:]
+        assert isinstance(size, torch.Tensor)
+        derived, env = size.shape[0], _torch.shape_env_of(gm)
+        symbols = sorted(_torch.expression(derived).free_symbols, key=str)
+        graph = torch.fx.Graph()
+        given = {symbol: graph.placeholder(f"p{i}") for i, symbol in enumerate(symbols)}
+        for symbol, node in given.items():
+            node.meta["example_value"] = _torch.size_of_symbol(env, symbol)
+        last = _torch.add_size(graph, derived, given)
+        assert _torch.expression(_torch.example_value(last)) == _torch.expression(derived)
+        graph.output(last)
+        compute = torch.fx.GraphModule({}, graph)
+        sizes = {_torch.expression(value): int(value) for value in inputs if isinstance(value, torch.SymInt)}
+        found.append((compute(*(sizes[symbol] for symbol in symbols)), int(derived)))
+        return gm.forward
+
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return torch.zeros((2 * x.shape[0] + y.shape[0]) // 3 + x.shape[0] % 4)
+
+    torch.compile(model, backend=backend, dynamic=True)(torch.ones(5), torch.ones(9))
+    assert found == [(7, 7)]

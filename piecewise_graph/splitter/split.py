@@ -6,16 +6,14 @@ would have to be threaded back by hand. In return the graph still has in-place o
 `analysis/facts.py` finds out what each segment does.
 
 Sizes enter a segment and never leave it. `x.size()`, `x.shape[0] // 2` and the like are nodes too, a
-torch.Size that leaves a segment breaks AOTAutograd, and an integer needs no segment to be known. So no
-segment computes an integer: each one that it uses is an argument, which the caller evaluates from its
-symbolic expression.
+torch.Size that leaves a segment breaks AOTAutograd, and an integer needs no segment to be known. So a size
+belongs to no segment: each one that uses it computes it from size symbols, which are arguments.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Container
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -23,12 +21,13 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from piecewise_graph import _torch
 from piecewise_graph.sizes import TensorSpec, is_scalar
-from piecewise_graph.splitter.source_names import MERGED_NAME, MODULE, readable_source
+from piecewise_graph.splitter.segment_builder import SegmentBuilder, attribute
+from piecewise_graph.splitter.source_names import MERGED_NAME, readable_source
 from piecewise_graph.splitter.split_graph import (
     Input,
     OpCall,
@@ -177,7 +176,7 @@ class _Lowering:
     def _add_input(self, node: Node) -> None:
         value, constant = _torch.example_value(node), None
         if node.op == "get_attr":
-            constant = _attribute(self.gm, str(node.target))
+            constant = attribute(self.gm, str(node.target))
             if not isinstance(constant, Tensor):
                 return  # the body of a higher-order op: copied into the segment that calls it
             value = constant if value is None else value
@@ -249,8 +248,8 @@ class _Lowering:
         leaving = [n for n in group.nodes if any(u not in inside and not _is_scalar(u) for u in n.users)]
         if not leaving and not any(map(may_write, group.nodes)):
             return None
-        builder = _SegmentBuilder(self, group)
-        gm = builder.build(leaving)
+        builder = SegmentBuilder(self.gm, self.slots, self.specs, self._value)
+        gm = builder.build(group.nodes, leaving)
         origins = {new.name: node.name for node, new in builder.copied.items()}
         return SegmentStep(
             position,
@@ -260,74 +259,3 @@ class _Lowering:
             padded=group.kind is _Kind.SEGMENT,
             origins=origins,
         )
-
-
-class _SegmentBuilder:
-    """Copies a group's nodes into a graph of its own, with names that equal layers share.
-
-    FX names the nodes and placeholders are numbered. So equal layers print the same graph, and Inductor's
-    on-disk cache finds them too. Nodes keep the values that Dynamo saw: AOTAutograd caches a graph only if it
-    can tell that its methods are those of tensors.
-    """
-
-    def __init__(self, lowering: _Lowering, group: _Group) -> None:
-        self.lowering, self.group = lowering, group
-        self.graph = Graph()
-        self.root: dict[str, Any] = {}
-        self.copied: dict[Node, Any] = {}
-        self.placeholders: dict[Any, Node] = {}
-        self.inputs: list[Ref | Size] = []
-
-    def build(self, leaving: list[Node]) -> GraphModule:
-        for node in self.group.nodes:
-            self._copy(node)
-        self.graph.output(tuple(self.copied[node] for node in leaving))
-        return GraphModule(self.root, self.graph, class_name="Segment")
-
-    def _copy(self, node: Node) -> Node:
-        args = map_arg(node.args, self._operand)
-        kwargs = map_arg(dict(node.kwargs), self._operand)
-        new = self.graph.create_node(node.op, node.target, tuple(args), dict(kwargs))
-        new.meta["example_value"] = _torch.example_value(node)
-        new.meta[MODULE] = readable_source(_torch.module_source(node))
-        self.copied[node] = new
-        return new
-
-    def _operand(self, node: Node) -> Any:
-        if node in self.copied:
-            return self.copied[node]
-        if node.op == "get_attr" and node not in self.lowering.slots:
-            return self._copy_attribute(node)
-        value = _torch.example_value(node)
-        if isinstance(value, (torch.SymFloat, torch.SymBool)):
-            return self._copy(node)  # computed anew wherever it is used, from sizes
-        return self._enter(self.lowering._value(node), value)
-
-    def _enter(self, outer: Any, value: Any) -> Any:
-        """Make an outer value an argument of the segment; constants stay constants."""
-        if isinstance(outer, tuple):
-            return tuple(self._enter(item, part) for item, part in zip(outer, value, strict=True))
-        if not isinstance(outer, (Ref, Size)):
-            return outer
-        if outer not in self.placeholders:
-            placeholder = self._placeholder(f"a{len(self.inputs)}")
-            placeholder.meta["example_value"] = value
-            self.placeholders[outer] = placeholder
-            self.inputs.append(outer)
-        return self.placeholders[outer]
-
-    def _placeholder(self, name: str) -> Node:
-        """Placeholders stand first in a graph, in the order in which they were made."""
-        body = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
-        with self.graph.inserting_before(body) if body is not None else nullcontext():
-            return self.graph.placeholder(name)
-
-    def _copy_attribute(self, node: Node) -> Node:
-        name = str(node.target)
-        self.root[name] = _attribute(self.lowering.gm, name)
-        self.copied[node] = self.graph.get_attr(name)
-        return self.copied[node]
-
-
-def _attribute(gm: GraphModule, target: str) -> Any:
-    return operator.attrgetter(target)(gm)

@@ -1,0 +1,70 @@
+"""Segments take size symbols, and compute themselves what is derived from them.
+
+Inductor binds a symbol where it is an argument or a dimension. Its cache stores conditions on arguments that
+are no symbols by the names of the trace, which another trace cannot evaluate. So each model is traced twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from toys import WIDTH, ops, rows
+
+import piecewise_graph as pg
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+Model = Callable[[Tensor, Tensor], Tensor]
+
+
+def sum_of_two(x: Tensor, past: Tensor) -> Tensor:
+    """The length of keys when prompts are continued."""
+    y = ops.mix(x * 2)
+    return y + torch.arange(x.shape[0] + past.shape[0], device=x.device).sum()
+
+
+def quotient(x: Tensor, past: Tensor) -> Tensor:
+    y = ops.mix(x * 2)
+    return y + torch.ones((past.shape[0] + 1) // 2, device=x.device).sum() * (x.shape[0] % 3)
+
+
+def longer_by_one(x: Tensor, past: Tensor) -> Tensor:
+    y = ops.mix(torch.cat([x, past[:1]]))
+    return y * 2 + y.shape[0]
+
+
+def of_products(x: Tensor, past: Tensor) -> Tensor:
+    y = ops.mix((x[:, None] * past).flatten(0, 1))
+    return y.unflatten(0, (x.shape[0], past.shape[0])) + 1
+
+
+MODELS = (sum_of_two, quotient, longer_by_one, of_products)
+
+
+def traced_anew(model: Model, compiler: str) -> Model:
+    torch._dynamo.reset()
+    pg.reset()
+    return torch.compile(model, backend="piecewise", dynamic=True, options={"compiler": compiler})
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_sizes_of_another_trace(model: Model, device: torch.device) -> None:
+    for _ in range(2):
+        fast = traced_anew(model, "inductor")
+        for tokens, before in ((5, 3), (6, 9)):
+            x, past = rows(tokens, device), torch.ones(before, WIDTH, device=device)
+            torch.testing.assert_close(fast(x, past), model(x, past))
+
+
+@settings(max_examples=8)
+@given(st.lists(st.tuples(st.integers(2, 9), st.integers(2, 9)), min_size=1, max_size=4))
+def test_any_sizes(counts: list[tuple[int, int]]) -> None:
+    for model in MODELS:
+        fast = traced_anew(model, "eager")
+        for tokens, before in counts:
+            x, past = rows(tokens, torch.device("cpu")), torch.ones(before, WIDTH)
+            torch.testing.assert_close(fast(x, past), model(x, past))
