@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -20,6 +21,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # How long an example takes depends on what else the machine does.
 settings.register_profile("piecewise", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("piecewise")
+
+# What torch has made by now stays: the collector need not look at it again and again.
+gc.collect()
+gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -92,10 +92,14 @@ CASES += [("random", shape) for shape in (CHAINS[2], TREES[2])]
 def test_fifty_prompts_equal_plain_decoding(
     head: str, shape: DraftShape, loops: Loops, answers: list[Alone]
 ) -> None:
-    """Of different lengths and with different numbers of new tokens, sixteen at a time."""
-    counts = [min(count, MOST.get(head, 6)) for count in COUNTS]
-    found, statistics = loops(head).generate(PROMPTS, max_new_tokens=counts, shape=shape, return_stats=True)
-    assert_greedy(found, answers, counts)
+    """Of different lengths and with different numbers of new tokens, sixteen at a time; some where rounds
+    are many."""
+    some = slice(None) if head == "twin" else slice(shape.nodes % 3, None, 3)
+    counts = [min(count, MOST.get(head, 6)) for count in COUNTS[some]]
+    found, statistics = loops(head).generate(
+        PROMPTS[some], max_new_tokens=counts, shape=shape, return_stats=True
+    )
+    assert_greedy(found, answers[some], counts)
     assert all_free(loops(head))
     if head == "twin":  # or the acceptance that this is about did not happen
         assert statistics.mean_acceptance_length > 1 + 0.8 * shape.steps

@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 MIB = 2**20
+MANY = 300 if torch.cuda.is_available() else 120
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class Tiny(nn.Module):
     [
         pytest.param(50, False, id="50, a pool each"),
         pytest.param(50, True, id="50, one pool"),
-        pytest.param(300, False, id="300, a pool each", marks=pytest.mark.slow),
+        pytest.param(MANY, False, id="many, a pool each", marks=pytest.mark.slow),
     ],
 )
 def test_models_are_built_and_dropped_without_growth(cycles: int, shared: bool, device: torch.device) -> None:

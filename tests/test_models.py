@@ -81,6 +81,8 @@ def test_equals_eager_at_thirty_token_counts_from_one_trace(name: str, device: t
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "gpt2"])
 def test_equals_eager_when_inductor_compiles_the_segments(name: str, device: torch.device) -> None:
+    if name in ("mixtral", "gpt2") and device.type == "cpu":
+        pytest.skip("one C++ compile after the other; llama and gemma3 stand for them")
     sweep(name, [13, 1, 2, 5, 16, 9, 17, 32, 33, 64, 24, 1, 31], "inductor", device)
 
 
