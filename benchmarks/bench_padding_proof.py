@@ -1,138 +1,202 @@
-"""How many segment structures of tiny transformers models the padding proof shows clean, and what it takes.
+"""How much of transformers' language models is proved to bear padding, as tiny models.
 
     python -m benchmarks.bench_padding_proof                 # every model of tests/tiny_models.py
     python -m benchmarks.bench_padding_proof llama gpt2      # some of them
     python -m benchmarks.bench_padding_proof --attention eager --limit-seconds 60
 
-A structure counts as proved where it has no findings and its outputs can be narrowed. Claims are threaded
-from segment to segment; results of splitting ops start like inputs of a call.
-The time is that of one analysis.
+`pg.compile` traces each model once, and the compiler's own prove_padding is asked twice about each: with
+`unproved="tried"`, which says what is proved of the segments before any cut, and as pg.compile asks. Each
+structure of a trace's segments counts once:
+
+    proved    it is padded as it is
+    cut       it is not proved as it is: regions are cut out to run on live rows, and the rest is padded
+    refused   its trace is never padded, so that all of its nodes run on live rows
+
+A model that is not traced within --limit-seconds has no figures; its row says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
-import json
+import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule
 
-from piecewise_graph import _torch
-from piecewise_graph.analysis import Claim, analyse, live_claim, stored_claim
-from piecewise_graph.compiler.segment_key import structure_key
-from piecewise_graph.splitter.split import split
-from piecewise_graph.splitter.split_graph import Ref, SegmentStep
+import piecewise_graph as pg
+from benchmarks.common import RESULTS, Mark, without_out, write
+from piecewise_graph.compiler import build_program
+from piecewise_graph.compiler.prove_padding import ProvedGraph, Unproved, prove_padding
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
+TOKENS = 13
+SIZES = [8, 16, 64]
+_COUNTS = (
+    *("structures", "proved", "cut", "refused", "traces", "refused_traces"),
+    *("nodes", "nodes_on_live_rows", "regions"),
+)
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    import tiny_models
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--attention", default="sdpa")
-    parser.add_argument("--out", default="")
-    parser.add_argument("--limit-seconds", type=int, default=120)
-    chosen = parser.parse_args(arguments)
-    rows = []
-    for name in chosen.names or tiny_models.NAMES:
-        row = model_row(name, chosen.attention, chosen.limit_seconds)
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    good = [row for row in rows if "error" not in row]
-    total, proved = sum(r["structures"] for r in good), sum(r["proved"] for r in good)
-    seconds = sorted(s for r in good for s in r["milliseconds"])
-    reasons = collections.Counter(reason for r in good for reason in r["findings"])
-    middle = seconds[len(seconds) // 2] if seconds else None
-    print(f"{proved} of {total} structures of {len(good)} models proved; median {middle} ms")
-    for reason, count in reasons.most_common():
-        print(f"{count:5d} {reason}")
-    if chosen.out:
-        Path(chosen.out).write_text(
-            json.dumps({"models": rows, "proved": proved, "structures": total}, indent=1)
-        )
+class Judged:
+    """What prove_padding says of one trace: before any cut, and in the end."""
+
+    def __init__(self, whole: ProvedGraph, final: ProvedGraph, seconds: float) -> None:
+        self.whole, self.final, self.seconds = whole, final, seconds
+
+    def counts(self) -> Counter[str]:
+        """The figures of the trace, named as in _COUNTS."""
+        keys = {index: key.digest for index, key in self.whole.keys.items()}
+        computing = {digest for digest in keys.values() if self.whole.facts[digest].computes}
+        unproved = {keys[index] for index in self.whole.unproved} & computing
+        refused = self.refusal() is not None
+        found = Counter(traces=1, structures=len(computing))
+        if refused:
+            found.update(refused_traces=1, refused=len(computing))
+        else:
+            found.update(proved=len(computing - unproved), cut=len(unproved))
+        for step in self.final.split.segments:
+            nodes = sum(node.op.startswith("call_") for node in step.gm.graph.nodes)
+            found.update(nodes=nodes, nodes_on_live_rows=nodes if refused or not step.padded else 0)
+            found["regions"] += not step.padded
+        return found
+
+    def _never(self) -> str | None:
+        """Why no replay of the trace could be padded, whatever its segments compute."""
+        sizes = len(self.whole.split.symbols)
+        if sizes != 1:
+            return "fixed shapes" if sizes == 0 else "several dynamic sizes"
+        facts = self.whole.facts.values()
+        if any(fact.random for fact in facts):
+            return "random numbers"
+        return "reads a value back to the host" if any(fact.host_sync for fact in facts) else None
+
+    def refusal(self) -> str | None:
+        """Why the trace is never padded, or None."""
+        return self._never() or self.final.unpaddable
+
+    def reasons(self) -> list[str]:
+        """The first causes that prove_padding names in each structure."""
+        texts = {self.whole.keys[index].digest: text for index, text in self.whole.unproved.items()}
+        return [f"{op}: {why}" for text in texts.values() for op, why in re.findall(r"(\S+) \((.*?)\)", text)]
+
+
+class Looking:
+    """Stands where build_program calls prove_padding, and keeps what it says."""
+
+    def __init__(self) -> None:
+        self.traces: list[Judged] = []
+
+    def __call__(
+        self, gm: GraphModule, inputs: Sequence[Any], compiler: str, largest: int, *, unproved: Unproved
+    ) -> ProvedGraph:
+        began = time.perf_counter()
+        whole = prove_padding(gm, inputs, compiler, largest, unproved="tried")
+        took = time.perf_counter() - began
+        final = prove_padding(gm, inputs, compiler, largest, unproved=unproved)
+        self.traces.append(Judged(whole, final, took))
+        return final
 
 
 def model_row(name: str, attention: str, limit: int) -> dict[str, Any]:
     """The figures of one model, or why there are none."""
-    import tiny_models
 
     def too_long(*_: Any) -> None:
         raise TimeoutError(f"more than {limit} s")
 
+    looking = Looking()
     signal.signal(signal.SIGALRM, too_long)
     signal.alarm(limit)
     try:
-        torch._dynamo.reset()
-        model = tiny_models.build(name, attention)
-        ids = tiny_models.random_ids(13)
-        torch._dynamo.mark_dynamic(ids, 1)
-        looked = Looking()
-        with torch.no_grad():
-            torch.compile(model, backend=looked)(**tiny_models.call(name, ids))
-    except BaseException as problem:
-        if isinstance(problem, KeyboardInterrupt):
-            raise
+        _trace(name, attention, looking)
+    except Exception as problem:
         return {"model": name, "error": f"{type(problem).__name__}: {str(problem)[:200]}"}
     finally:
         signal.alarm(0)
+        torch._dynamo.reset()
+        pg.reset()
+    counts = sum((judged.counts() for judged in looking.traces), Counter[str]())
     return {
         "model": name,
-        "structures": len(looked.structures),
-        "proved": sum(not findings for findings, _ in looked.structures.values()),
-        "findings": [f for findings, _ in looked.structures.values() for f in findings],
-        "milliseconds": [took for _, took in looked.structures.values()],
+        **{count: counts[count] for count in _COUNTS},
+        "reasons": [reason for judged in looking.traces for reason in judged.reasons()],
+        "refusals": [why for judged in looking.traces if (why := judged.refusal()) is not None],
+        "proof_ms": round(1000 * sum(judged.seconds for judged in looking.traces), 1),
     }
 
 
-class Looking:
-    """A backend that judges the segments of each graph and runs it as it is."""
+def _trace(name: str, attention: str, looking: Looking) -> None:
+    """Call a compiled model once, so that it is traced for all sizes."""
+    import tiny_models
 
-    def __init__(self) -> None:
-        self.structures: dict[Any, tuple[list[str], float]] = {}
+    model = tiny_models.build(name, attention)
+    compiled = pg.compile(
+        model, compiler="eager", capture="explicit", capture_sizes=SIZES, max_tokens=max(SIZES)
+    )
+    with torch.no_grad(), patch.object(build_program, "prove_padding", looking):
+        compiled(**tiny_models.call(name, tiny_models.random_ids(TOKENS)))
 
-    def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Any:
-        graph = split(gm)
-        symbols = {s for spec in graph.specs if spec for e in spec.shape for s in e.free_symbols}
-        claims: dict[int, Claim | None] = {}
-        for step in graph.steps:
-            if isinstance(step, SegmentStep):
-                nodes = [n for n in step.gm.graph.nodes if n.op == "placeholder"]
-                fakes = [_torch.example_value(node) for node in nodes]
-                given = [
-                    claims.setdefault(item.slot, self._first(graph, item.slot, fake, symbols, inputs))
-                    if isinstance(item, Ref) and isinstance(fake, Tensor)
-                    else None
-                    for item, fake in zip(step.inputs, fakes, strict=True)
-                ]
-                key = structure_key(step.gm, "eager").digest, tuple(given)
-                began = time.perf_counter()
-                proof = analyse(step.gm, fakes, given, symbols, largest=16)
-                took = round(1000 * (time.perf_counter() - began), 1)
-                found = list(dict.fromkeys(f"{f.op}: {f.why}" for f in proof.findings))
-                for slot, claim in zip(step.outputs, proof.outputs, strict=True):
-                    claims[slot] = claim
-                    if claim is None or not claim.is_plain:
-                        found.append("output of derived rows")
-                if proof.facts.computes:
-                    self.structures.setdefault(key, (found, took))
-        return gm.forward
 
-    @staticmethod
-    def _first(graph: Any, slot: int, fake: Tensor, symbols: Any, inputs: Sequence[Any]) -> Claim | None:
-        bound = slot < len(graph.inputs) and graph.inputs[slot].bound
-        real = inputs[slot] if slot < len(inputs) else None
-        return stored_claim(fake, real) if bound else live_claim(fake, symbols)
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The row of all models together."""
+    good = [row for row in rows if "error" not in row]
+    reasons = Counter(reason for row in good for reason in dict.fromkeys(row["reasons"]))
+    refusals = Counter(why for row in good for why in row["refusals"])
+    took = sorted(row["proof_ms"] for row in good)
+    return {
+        "model": "all",
+        "models": len(good),
+        "models_without_figures": len(rows) - len(good),
+        "models_all_proved": sum(row["proved"] == row["structures"] for row in good),
+        "models_cut": sum(row["cut"] > 0 for row in good),
+        "models_with_a_refused_trace": sum(row["refused_traces"] > 0 for row in good),
+        **{count: sum(row[count] for row in good) for count in _COUNTS},
+        "models_by_reason": dict(reasons.most_common()),
+        "traces_by_refusal": dict(refusals.most_common()),
+        "proof_ms_median": took[len(took) // 2] if took else None,
+    }
+
+
+def marks(total: Mapping[str, Any]) -> list[Mark]:
+    """Shares of what is not padded as it is."""
+    structures, traces, nodes = (max(total[name], 1) for name in ("structures", "traces", "nodes"))
+    return [
+        Mark("structures that are not proved, share", 1 - total["proved"] / structures, 0.10),
+        Mark("traces that are never padded, share", total["refused_traces"] / traces, 0.05),
+        Mark("nodes that run on live rows, share", total["nodes_on_live_rows"] / nodes, 0.10),
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    import tiny_models
+
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="model", help="of tests/tiny_models.py; default: all")
+    parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--limit-seconds", type=int, default=120)
+    parser.add_argument("--out", type=Path, default=RESULTS / "bench_padding_proof.json")
+    options = parser.parse_args(given)
+    rows = []
+    for name in options.names or tiny_models.NAMES:
+        rows.append(model_row(name, options.attention, options.limit_seconds))
+        print(rows[-1], flush=True)
+    total = summary(rows)
+    command = " ".join(["python -m benchmarks.bench_padding_proof", *without_out(given)])
+    write(options.out, command, [*rows, total], marks(total))
+    for kind in ("models_by_reason", "traces_by_refusal"):
+        for reason, count in total[kind].items():
+            print(f"{count:5d} {kind.split('_')[0]} {reason}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -107,6 +107,24 @@ def test_host(tmp_path: Path) -> None:
     assert found["marks"] == []  # stand-ins compute what graphs launch: host time says nothing here
 
 
+def test_padding_proof(tmp_path: Path) -> None:
+    """A decoder that is proved, one whose mask is cut out, and a name that is no model."""
+    out = tmp_path / "out.json"
+    benchmark = importlib.import_module("benchmarks.bench_padding_proof")
+    assert benchmark.main(["llama", "mpt", "nothing", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["command"] == "python -m benchmarks.bench_padding_proof llama mpt nothing"
+    llama, mpt, nothing, total = found["rows"]
+    assert llama["proved"] == llama["structures"] == 3 and llama["regions"] == 0
+    assert mpt["cut"] == mpt["structures"] == 1
+    assert mpt["regions"] > 0 and 0 < mpt["nodes_on_live_rows"] < mpt["nodes"] / 2
+    assert "slice by a size" in " ".join(mpt["reasons"])
+    assert nothing["error"].startswith("KeyError")
+    assert (total["models"], total["models_without_figures"], total["structures"]) == (2, 1, 4)
+    unproved = found["marks"][0]
+    assert (unproved["value"], unproved["limit"], unproved["met"]) == (0.25, 0.10, False)
+
+
 def test_eagle(tmp_path: Path) -> None:
     options = [
         "--heads",
