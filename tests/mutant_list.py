@@ -209,4 +209,18 @@ MUTANTS = [
         "            features = features[accepted.hidden_index]",
         "tests/test_eagle_greedy.py -k accepted_whole",
     ),
+    Mutant(
+        "a count keeps its bounds times any number that is not negative",
+        f"{PG}/analysis/bounds.py",
+        " and never_larger(mask.stop, sympy.Integer(2))",
+        "",
+        "tests/test_padding_proof.py -k may_change",
+    ),
+    Mutant(
+        "a count keeps its bounds times a negative number",
+        f"{PG}/analysis/bounds.py",
+        "mask.low.is_nonnegative and ",
+        "",
+        "tests/test_padding_proof.py -k may_change",
+    ),
 ]

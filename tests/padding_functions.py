@@ -148,6 +148,13 @@ def positions_of_mask(mask: Tensor, table: Tensor) -> Tensor:
     return F.embedding(places, table)
 
 
+def positions_of_words(ids: Tensor, table: Tensor) -> Tensor:
+    """As RoBERTa numbers tokens, whose id of padding is not 0: a replay's tail is counted as words."""
+    words = ids.ne(1).int()
+    places = words.cumsum(0).type_as(words) * words
+    return F.embedding(places.long() + 1, torch.cat([table, table]))
+
+
 def ones_of(x: Tensor) -> Tensor:
     return torch.ones(x.shape[0], dtype=torch.int64)
 
@@ -234,6 +241,7 @@ SAFE: dict[str, Case] = {
     "softcap": ("x", lambda x: 30.0 * torch.tanh(x / 30.0)),
     "sum of first rows": ("x point", lambda x, p: torch.zeros(9, 8).index_add_(0, p, x[:1].expand(2, 8))[0]),
     "mask inside of vmap": ("x", vmapped_mask),
+    "positions of words": ("ids table", positions_of_words),
     "positions of ones": ("x table", lambda x, t: t[ones_of(x).cumsum(0) - 1]),
     "written input": ("x", lambda x: x.mul_(2).add_(1)),
 }

@@ -129,6 +129,8 @@ UNSAFE: dict[str, Case] = {
     "index past the table": ("x table", lambda x, t: t[:4][torch.arange(x.shape[0])]),
     "unbounded offset": ("ids one table", lambda i, o, t: F.embedding(i + o, t)),
     "products as indices": ("ids table", lambda i, t: F.embedding((i + 9) * 8, t)),
+    "counts times numbers": ("ids table", lambda i, t: t[torch.arange(i.shape[0]) * (i % 64)]),
+    "counts times signs": ("ids table", lambda i, t: t[torch.arange(i.shape[0]) * -(i % 2)]),
     "gather along tokens": ("x ids", lambda x, i: x.gather(0, i[:, None].expand(-1, 8))),
     "take": ("x ids", lambda x, i: x.take(i)),
     "bincount": ("ids", _bincount),

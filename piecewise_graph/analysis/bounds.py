@@ -128,10 +128,18 @@ def _product(call: Call, of: BoundsOf) -> Bounds | None:
     zero = Bounds.of(0, 1)
     if zero in (x, y):  # integers have no NaN
         return zero
-    if x is None or y is None or not all(e.is_Integer for b in (x, y) for e in (b.low, b.stop)):
+    if x is None or y is None:
         return None
+    if not all(e.is_Integer for b in (x, y) for e in (b.low, b.stop)):
+        return _masked(x, y) or _masked(y, x)
     ends = [a * b for a in (x.low, x.stop - 1) for b in (y.low, y.stop - 1)]
     return Bounds.of(min(ends), max(ends) + 1)
+
+
+def _masked(count: Bounds, mask: Bounds) -> Bounds | None:
+    """Of a number that is not negative times 0 or 1."""
+    known = count.low.is_nonnegative and mask.low.is_nonnegative and never_larger(mask.stop, sympy.Integer(2))
+    return Bounds.of(0, count.stop) if known else None
 
 
 def _smaller(x: Bounds | None, y: Bounds | None) -> Bounds | None:
