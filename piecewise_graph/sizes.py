@@ -52,6 +52,16 @@ class TensorSpec:
     def stride_at(self, sizes: Sizes) -> tuple[int, ...]:
         return tuple(evaluate(step, sizes) for step in self.stride)
 
+    def overlaps(self, sizes: Sizes) -> bool:
+        """Elements of different places share memory (windows that overlap); expanded dimensions aside."""
+        dims = zip(self.stride_at(sizes), self.shape_at(sizes), strict=True)
+        end = 0  # of what the dimensions of smaller steps reach
+        for step, size in sorted(dim for dim in dims if dim[0] > 0 and dim[1] > 1):
+            if step <= end:
+                return True
+            end += (size - 1) * step
+        return False
+
     def storage_numel(self, sizes: Sizes) -> int:
         """Elements that a buffer of this layout spans."""
         shape, stride = self.shape_at(sizes), self.stride_at(sizes)

@@ -223,4 +223,11 @@ MUTANTS = [
         "",
         "tests/test_padding_proof.py -k may_change",
     ),
+    Mutant(
+        "a padded segment reads a view that overlaps itself",
+        f"{PG}/compiler/prove_padding.py",
+        "hidden = self.overlapping if step.padded else ()",
+        "hidden: tuple[int, ...] = ()",
+        "tests/test_padding_cuts.py -k windows_over_tokens",
+    ),
 ]

@@ -194,6 +194,25 @@ def test_region_that_writes_in_place_reaches_later_readers(device: torch.device)
     assert pg.counters.snapshot()["fallbacks"] == 0
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
+def test_windows_over_tokens_are_read_in_the_region_that_makes_them(
+    again: bool, device: torch.device
+) -> None:
+    """Windows that overlap share memory, so rows of padding would lie in live ones."""
+
+    def model(x: Tensor) -> Tensor:
+        windows = F.pad(x.T, (3, 0)).unfold(-1, 4, 1)  # width, tokens, 4
+        mixed = ops.mix((windows.flip(-1) * 2).sum(-1).T)
+        return mixed * (windows.sum(-1).T / x.shape[0]) if again else mixed
+
+    fast = toys.compiled(model, capture_sizes=[8])
+    with pg.counters.expect(replays=3, fallbacks=0, **{"unpadded_segments:mixes_tokens": 0}):
+        for tokens in (8, 5, 6, 8):  # windows of 4: another trace serves fewer
+            x = toys.rows(tokens, device)
+            torch.testing.assert_close(fast(x), model(x))
+    assert all(why.startswith("not proved") for why in pg.explain(fast).traces[0].padding.values())
+
+
 def test_written_view_of_a_region_is_not_torn(device: torch.device) -> None:
     """A region returns a view, which is written later: a copy of it would not change its base."""
 

@@ -4,8 +4,9 @@ Note [Cut out what is unproved]
 The proof (analysis/) names the nodes that it cannot answer for. They go to segments of their own, which
 replays run on the live rows, as they run a splitting op: between graphs, on views narrowed to the token
 count. The rest is padded. What crosses such a cut has to be narrowable: its sizes are constants or the
-token count itself. Where it is not, the nodes that make it or read it go to the same segment. Where no such
-cut exists (the caller's result has T + 1 rows), the trace serves exact sizes only.
+token count itself. Where it is not, the nodes that make it or read it go to the same segment. So do padded
+readers of a view that overlaps itself (unfold): rows of padding would lie in live ones. Where no such cut
+exists (the caller's result has T + 1 rows), the trace serves exact sizes only.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class _Prover:
     """Proves each structure once per claims of its inputs."""
 
     def __init__(self, compiler: str, largest: int) -> None:
-        self._compiler, self._largest = compiler, largest
+        self._compiler, self.largest = compiler, largest
         self._known: dict[tuple[str, tuple[Claim | None, ...]], SegmentProof] = {}
 
     def keys(self, graph: SplitGraph) -> dict[int, Key]:
@@ -108,7 +109,7 @@ class _Prover:
         proof = self._known.get((key.digest, claims))
         if proof is None:
             inputs = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
-            proof = analyse(gm, inputs, claims, tokens, self._largest)
+            proof = analyse(gm, inputs, claims, tokens, self.largest)
             self._known[key.digest, claims] = proof
         return proof
 
@@ -153,6 +154,7 @@ class _Judge:
         self.unpaddable: str | None = None
         self.makers: dict[int, tuple[int, str]] = {}  # slot -> the step and the node that made it
         self.written: set[int | None] = set()  # storages
+        self.overlapping: set[int] = set()  # slots that an unpadded segment returns
 
     @property
     def is_proved(self) -> bool:
@@ -204,7 +206,11 @@ class _Judge:
             (slot, (step.index, step.origins[node.name]))
             for slot, node in zip(step.outputs, made, strict=True)
         )
-        given = tuple(self.claims.get(x.slot) if isinstance(x, Ref) else None for x in step.inputs)
+        hidden = self.overlapping if step.padded else ()
+        given = tuple(
+            self.claims.get(x.slot) if isinstance(x, Ref) and x.slot not in hidden else None
+            for x in step.inputs
+        )
         key = self.keys[step.index]
         proof = self.prover.prove(key, step.gm, given, self.tokens)
         self.facts[key.digest] = proof.facts
@@ -230,6 +236,8 @@ class _Judge:
         for _, slot in _written(step, proof):
             self._write_live_rows(slot)
         self.claims.update((slot, self._live(slot)) for slot in step.outputs)
+        sizes = dict.fromkeys(self.tokens, self.prover.largest)
+        self.overlapping |= {slot for slot in step.outputs if self.split.spec(slot).overlaps(sizes)}
 
     def _op(self, call: OpCall) -> None:
         for slot in references((call.args, call.kwargs)):
