@@ -72,11 +72,11 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1376,
+    "beside": 1384,
     "kernels": 434,
     "splitter": 813,
-    "analysis": 1548,
-    "compiler": 1187,
+    "analysis": 1553,
+    "compiler": 1194,
     "recorder": 950,
     "runtime": 870,
     "inspection": 949,
