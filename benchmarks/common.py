@@ -63,12 +63,13 @@ def write(
         print(f"{verdict} {mark['name']}: {mark['value']:.4g} (limit {mark['limit']:.4g})")
 
 
-def without_out(arguments: list[str]) -> list[str]:
-    """Where the results go is no part of what was measured."""
-    if "--out" not in arguments:
-        return arguments
-    place = arguments.index("--out")
-    return arguments[:place] + arguments[place + 2 :]
+def without_out(arguments: list[str], *places: str) -> list[str]:
+    """Where the results go, and what lies at other `places`, is no part of what was measured."""
+    for option in ("--out", *places):
+        if option in arguments:
+            place = arguments.index(option)
+            arguments = arguments[:place] + arguments[place + 2 :]
+    return arguments
 
 
 @dataclass(frozen=True)
