@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -191,8 +191,14 @@ class _Trial:
         as_wrong = self._difference(step, before, found, wanted, theirs, shell)
         raise Failure("wrong" if as_wrong is None else "torch", told)
 
-    def _refused_or_raised(self, step: Step, subject: Pair, error: Exception, what: str = "the call") -> None:
-        """Documented refusals; README of this folder lists them."""
+    def _refused_or_raised(
+        self, step: Step, subject: Pair, error: Exception, what: str = "the call", calls: Sequence[Step] = ()
+    ) -> None:
+        """Documented refusals; README of this folder lists them.
+
+        Args:
+            calls: that the step makes, where it is no call itself.
+        """
         if subject.moved and isinstance(error, AddressMovedError):
             self.refused.append(f"AddressMovedError: {line_of(error)}")
             self._reset(step, subject)
@@ -200,21 +206,21 @@ class _Trial:
             self.refused.append(f"{type(error).__name__}: {line_of(error)}")
             subject.frozen = None
         else:
-            self._raised(step, subject, error, what)
+            self._raised(calls or [step], subject, error, what)
 
-    def _raised(self, step: Step, subject: Pair, error: Exception, what: str) -> None:
+    def _raised(self, calls: Sequence[Step], subject: Pair, error: Exception, what: str) -> None:
         told = f"{what} raised {type(error).__name__}: {line_of(error)}{place_of(error)}"
         branches = any(block.name in _BRANCHES for block in self.case.program.blocks)
         if isinstance(error, TokenDimError) and branches and "traces" in str(error):
             self.refused.append(told)
             return
-        plain = self._plain(step, subject.eager, marked=isinstance(error, TokenDimError))
-        if isinstance(error, TokenDimError) and isinstance(
-            plain, Exception
-        ):  # torch has no dynamic trace of it
+        marked = isinstance(error, TokenDimError)
+        plainly = (self._plain(call, subject.eager, marked) for call in calls)
+        torchs = any(isinstance(plain, Exception) for plain in plainly)
+        if marked and torchs:  # torch has no dynamic trace of it
             self.refused.append(told)
             return
-        raise Failure("torch" if isinstance(plain, Exception) else "error", told) from error
+        raise Failure("torch" if torchs else "error", told) from error
 
     def _plain(self, step: Step, before: nn.Module, marked: bool = False) -> Any:
         """What plain torch.compile makes of the call: model, inputs and answer, or what it raised."""
@@ -243,7 +249,7 @@ class _Trial:
             except CaptureError as error:
                 self.refused.append(f"CaptureError: {line_of(error)}")
             except Exception as error:
-                self._refused_or_raised(self._at(step, max(sizes)), one, error, "pg.capture")
+                self._refused_or_raised(step, one, error, "pg.capture", [self._at(step, n) for n in sizes])
             copy_state(one.model, one.eager)
 
     def _eager_raises(self, step: Step, subject: Pair, tokens: int) -> bool:
