@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -260,3 +262,37 @@ def test_an_op_that_writes_a_view_changes_what_its_base_points_to(device: torch.
     for tokens in (8, 5, 5, 3):
         x = toys.rows(tokens, device)
         torch.testing.assert_close(fast(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("entry", ["pg.compile", "torch.compile"])
+def test_an_argument_that_overlaps_itself_is_not_padded(
+    entry: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Zeros behind its last row would lie in its last but one."""
+    options: dict[str, Any] = {"compiler": "eager", "capture_sizes": [4, 8]}
+
+    def model(x: Tensor) -> Tensor:
+        return ops.mix(x.float() * 2) + x.sum(-1, keepdim=True)
+
+    compiled = partial(pg.compile, token_dim={"x": 0}, **options)
+    by_torch = partial(torch.compile, backend="piecewise", options=options)
+    fast = compiled(model) if entry == "pg.compile" else by_torch(model)
+    for tokens in (5, 7, 5, 3, 3, 8, 3):
+        x = torch.arange(1, 40, device=device).to(dtype).mul(tokens).unfold(0, toys.WIDTH, 1)[:tokens]
+        torch.testing.assert_close(fast(x), model(x))
+    counts = pg.counters.snapshot()
+    assert counts["fallbacks:overlapping_memory"] > 0 and counts["replays"] > 0
+
+
+def test_a_result_of_an_op_that_overlaps_itself_is_not_padded(device: torch.device) -> None:
+    table = torch.arange(20.0, device=device)
+
+    def model(x: Tensor) -> Tensor:
+        return x * 2 + table[ops.windows(x)].sum(-1, keepdim=True)
+
+    fast = toys.compiled(model, capture_sizes=[4, 8])
+    for tokens in (6, 5, 3, 3, 8, 3):
+        x = toys.rows(tokens, device)
+        torch.testing.assert_close(fast(x), model(x))
+    assert pg.counters.snapshot()["replays"] > 0

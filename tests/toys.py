@@ -108,6 +108,16 @@ def _point_to_last(rows: Tensor) -> None:
     rows.fill_(-1)
 
 
+def _windows(x: Tensor) -> Tensor:
+    """[0, 1, 2], [1, 2, 3], ...: windows that share memory."""
+    note("windows", x)
+    return torch.arange(x.shape[0] + 2, device=x.device).unfold(0, 3, 1)
+
+
+def _fake_windows(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0] + 2, dtype=torch.int64).unfold(0, 3, 1)
+
+
 def _halve(x: Tensor) -> None:
     note("halve", x)
     x.mul_(0.5)
@@ -144,6 +154,7 @@ define("mix_strided(Tensor x) -> Tensor", _mix_strided, torch.empty_like)
 define("mix_padded(Tensor x) -> Tensor", _mix_padded, torch.empty_like)
 define("count_padded(Tensor x, Tensor(a!) out) -> ()", _count_padded, lambda x, out: None)
 define("point_to_last(Tensor(a!) rows) -> ()", _point_to_last, lambda rows: None)
+define("windows(Tensor x) -> Tensor", _windows, _fake_windows)
 define("halve(Tensor(a!) x) -> ()", _halve, lambda x: None)
 define("append(Tensor x, Tensor(a!) cache) -> ()", _append, lambda x, cache: None)
 define("call_back(Tensor x) -> Tensor", _call_back, torch.empty_like)
@@ -161,6 +172,7 @@ for _op in (
     "choose",
     "mix_pair",
     "mix_strided",
+    "windows",
     "halve",
     "point_to_last",
     "append",

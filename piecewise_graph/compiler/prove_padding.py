@@ -6,7 +6,8 @@ replays run on the live rows, as they run a splitting op: between graphs, on vie
 count. The rest is padded. What crosses such a cut has to be narrowable: its sizes are constants or the
 token count itself. Where it is not, the nodes that make it or read it go to the same segment. So do padded
 readers of a view that overlaps itself (unfold): rows of padding would lie in live ones. Where no such cut
-exists (the caller's result has T + 1 rows), the trace serves exact sizes only.
+exists (the caller's result has T + 1 rows, an argument or the result of an op overlaps itself), the trace
+serves exact sizes only.
 """
 
 from __future__ import annotations
@@ -180,6 +181,8 @@ class _Judge:
             if given.spec is not None:
                 stored = given.bound or given.merged or given.constant is not None
                 self.claims[slot] = self._stored(slot) if stored else self._live(slot)
+                if not stored:
+                    self._refuse_overlap(slot)
         for step in self.split.steps:
             if isinstance(step, SegmentStep):
                 self._segment(step)
@@ -236,8 +239,7 @@ class _Judge:
         for _, slot in _written(step, proof):
             self._write_live_rows(slot)
         self.claims.update((slot, self._live(slot)) for slot in step.outputs)
-        sizes = dict.fromkeys(self.tokens, self.prover.largest)
-        self.overlapping |= {slot for slot in step.outputs if self.split.spec(slot).overlaps(sizes)}
+        self.overlapping |= set(filter(self._overlaps, step.outputs))
 
     def _op(self, call: OpCall) -> None:
         for slot in references((call.args, call.kwargs)):
@@ -249,6 +251,16 @@ class _Judge:
         for _, slot in call.outputs:
             claim = self._live(slot)
             self.claims[slot] = replace(claim, tail=None) if claim and call.op.padded else claim
+            self._refuse_overlap(slot)
+
+    def _refuse_overlap(self, slot: int) -> None:
+        """The value is copied to a buffer of its layout, where rows of padding would lie in live ones."""
+        if self._overlaps(slot):
+            self.is_stuck, self.unpaddable = True, "overlapping_memory"
+
+    def _overlaps(self, slot: int) -> bool:
+        sizes = dict.fromkeys(self.tokens, self.prover.largest)
+        return bool(self.tokens) and self.split.spec(slot).overlaps(sizes)
 
     def _write_live_rows(self, slot: int, also_tail: bool = False) -> None:
         """Live rows are live; the tail is what it was, or with `also_tail` anything."""

@@ -14,7 +14,15 @@ UNPROVED = "no_padding_proof"
 
 # Why a bucket may serve its exact size only.
 PADDING_REASONS = frozenset(
-    {UNPROVED, "derived_size", "mixes_tokens", "padding_unproven", "proof_failed", "size_is_a_number"}
+    {
+        UNPROVED,
+        "derived_size",
+        "mixes_tokens",
+        "overlapping_memory",
+        "padding_unproven",
+        "proof_failed",
+        "size_is_a_number",
+    }
 )
 
 
