@@ -72,12 +72,12 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1384,
+    "beside": 1385,
     "kernels": 434,
     "splitter": 813,
     "analysis": 1553,
-    "compiler": 1194,
-    "recorder": 950,
+    "compiler": 1202,
+    "recorder": 958,
     "runtime": 870,
     "inspection": 949,
     "frontend": 827,

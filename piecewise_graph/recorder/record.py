@@ -153,7 +153,7 @@ class _Recording:
 
     def _is_shared(self, dead: Tensor) -> bool:
         """Something that is still read lies in the same storage."""
-        kept = [*self.owned.values(), *self.keep]
+        kept = [*self.owned.values(), *self.borrowed.values(), *self.keep]
         return any(_torch.storage_id(dead) == _torch.storage_id(other) for other in kept)
 
 
