@@ -239,27 +239,6 @@ def test_eagle_greedy(tmp_path: Path) -> None:
     ]
 
 
-def test_capture() -> None:
-    benchmark = importlib.import_module("benchmarks.bench_capture")
-    turn = benchmark.measured("tiny", "eager", 8)
-    assert (turn["captured_sizes"], turn["captured_graphs"]) == (4, 4 * 4)  # 1, 2, 4, 8; layers and a head
-    assert 0 < turn["buckets_s"] < turn["capture_s"]
-    row = benchmark.medians([turn, {**turn, "capture_s": 2.0}, {**turn, "capture_s": 3.0}])
-    assert row["capture_s"] == 2.0 and row["turns_s"] == [turn["capture_s"], 2.0, 3.0]
-
-
-def test_trust(tmp_path: Path) -> None:
-    benchmark, out = importlib.import_module("benchmarks.bench_trust"), tmp_path / "out.json"
-    options = ["--programs", "2", "--jobs", "1", "--no-ops", "--no-faults"]
-    assert benchmark.main([*options, "--folder", str(tmp_path), "--out", str(out)]) == 0
-    found = json.loads(out.read_text())
-    assert found["command"] == "python -m benchmarks.bench_trust " + " ".join(options)
-    assert found["rows"][0]["rows"] == 2 and all(mark["met"] for mark in found["marks"])
-    faults = {"kind": "faults", "failures": 1, "errors": 1}
-    lost = found["rows"][0] | {"rows": 1, "failed": [0]}
-    assert [mark.value for mark in benchmark.marks_of([lost, faults], 2)] == [1, 1, 2]
-
-
 def test_compare(tmp_path: Path) -> None:
     options = ["--tokens", "1,4", "--sides", SIDES]
     found = run("bench_compare", options, tmp_path / "out.json")
