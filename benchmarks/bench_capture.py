@@ -112,13 +112,16 @@ def main(arguments: list[str] | None = None) -> int:
     if options.child:
         print(_MARK + json.dumps(measured(options.shape, options.compiler, options.max_tokens)), flush=True)
         return 0
-    compare(options)
+    from benchmarks.common import without_out
+
+    told = ["python -m benchmarks.bench_capture", *without_out(given, "--old", "--names")]
+    compare(options, " ".join([*told, "--old OLD"] if options.old else told))
     return 0
 
 
-def compare(options: argparse.Namespace) -> None:
+def compare(options: argparse.Namespace, command: str) -> None:
     """Processes in turns, then the results file."""
-    from benchmarks.common import Mark, table, write
+    from benchmarks.common import Mark, table, write  # of this commit; a child imports its own
 
     child = [
         "--shape",
@@ -144,8 +147,7 @@ def compare(options: argparse.Namespace) -> None:
         Mark(f"{name}, seconds of pg.capture", new["capture_s"], LIMIT_S),
         Mark(f"{name}, GiB beside the graphs", new["beside_graphs_bytes"] / 2**30, LIMIT_GIB),
     ]
-    command = f"python -m benchmarks.bench_capture --shape {options.shape} --turns {options.turns}"
-    write(options.out, command + (" --old OLD" if options.old else ""), rows, marks)
+    write(options.out, command, rows, marks)
     print(table(rows, ("side", "capture_s", "pool_bytes", "buffer_bytes", "beside_graphs_bytes")))
 
 
