@@ -52,6 +52,25 @@ def shape_guards(shape_env: Any) -> tuple[sympy.Basic, ...]:
     return tuple(shape_env.replace(guard.expr) for guard in shape_env.guards)
 
 
+def takes_all_sizes(gm: GraphModule) -> bool:
+    """Each size and number that Dynamo made a symbol of is an argument of the graph, or a size of one.
+
+    Others steered the trace and left the graph, or never entered it, or were found to be one number: only
+    Dynamo's own guards check them.
+    """
+    shape_env = shape_env_of(gm)
+    if shape_env is None:
+        return True
+    arguments = [node.meta.get("grapharg") for node in gm.graph.nodes if node.op == "placeholder"]
+    taken = {_source_text(arg.source) for arg in arguments if arg is not None}
+    for symbol, sources in shape_env.var_to_sources.items():
+        texts = ({_source_text(source), _source_text(getattr(source, "base", source))} for source in sources)
+        is_size = symbol.is_integer and not shape_env.replace(symbol).is_number
+        if not is_size or not all(text & taken for text in texts):
+            return False
+    return True
+
+
 def value_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int | None]:
     """(lowest, highest) value of a size symbol for which the trace is valid; None where unbounded."""
     bounds = shape_env.var_to_range[symbol]

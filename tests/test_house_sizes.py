@@ -14,7 +14,7 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 480,
-    "_torch": 580,
+    "_torch": 600,
     "rules": 790,
     "claims": 430,
     "proof": 350,
@@ -72,7 +72,7 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1385,
+    "beside": 1397,
     "kernels": 434,
     "splitter": 813,
     "analysis": 1553,
@@ -80,7 +80,7 @@ BUDGETS = {
     "recorder": 958,
     "runtime": 870,
     "inspection": 949,
-    "frontend": 827,
+    "frontend": 834,
     "custom_ops": 3218,
     "eagle": 2968,
     "bench": 645,

@@ -308,3 +308,22 @@ def test_published_graphs_go_through_the_function_that_depyf_swaps(monkeypatch: 
     monkeypatch.setattr(torch._dynamo.utils, "lazy_format_graph_code", lambda name, gm: shown.append(name))
     _torch.publish_graph("segment_0", torch.fx.symbolic_trace(torch.nn.ReLU()))
     assert shown == ["segment_0"]
+
+
+@pytest.mark.parametrize(
+    ("steered", "taken"),
+    [(lambda x, k: x * k, True), (lambda x, k: x * (2 if k > 3 else 1), False), (lambda x, k: x * 2, True)],
+    ids=["in the graph", "steers it", "unused"],
+)
+def test_sizes_that_the_graph_does_not_take_are_found(
+    steered: Callable[[Tensor, int], Tensor], taken: bool
+) -> None:
+    found: list[bool] = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.append(_torch.takes_all_sizes(gm))
+        return gm.forward
+
+    fast = torch.compile(steered, backend=backend, dynamic=True)
+    fast(torch.ones(5), 4), fast(torch.ones(6), 3)
+    assert found[-1] is taken

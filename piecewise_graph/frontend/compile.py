@@ -7,7 +7,9 @@ masks branch on it), and their graphs are right at T = 1. So pg.compile marks th
 drops the SHAPE_ENV guards, and the runtime checks on every call what they would have checked: sizes that
 have to be equal, conditions on sizes, ranges (`ShapeContract`). A call that a trace is not valid for raises
 ShapeMiss before anything ran, and another trace answers it: first with the same marks, and where dimensions
-that were equal no longer are, one under Dynamo's own guards.
+that were equal no longer are, one under Dynamo's own guards. The runtime sees the arguments of the graph
+alone. Where another size or number steered the trace (`if mask.shape[0] > 3`), and where the trace stayed
+whole, SHAPE_ENV stays too.
 
 The one thing relaxed is T >= 2. Models of transformers ask whether T > 1 to see whether a mask is causal or
 can be skipped, which for one token is the same either way (held by tests on eight of them). Any other
@@ -27,7 +29,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, Tr
 from piecewise_graph.frontend.one_token import Signature, signature
 from piecewise_graph.frontend.token_dims import TokenDims
 from piecewise_graph.runtime.model_state import ModelState
-from piecewise_graph.runtime.side_channel import Purpose, SideChannel, TracedOnly
+from piecewise_graph.runtime.runtime import Runtime
+from piecewise_graph.runtime.side_channel import Purpose, TracedOnly
 from piecewise_graph.sizes import ShapeMiss
 from piecewise_graph.telemetry import count_fallback
 
@@ -207,9 +209,9 @@ class CompiledModel:
         count_fallback(self.model_state.fallbacks, reason)
 
     def _new_trace(self, guards: str) -> Callable[..., Any]:
-        kept = partial(_kept_guards, self.model_state.channel)
-        options: Any = {"guard_filter_fn": kept} if guards == "relaxed" else None
-        self._untraced = torch.compile(self._model, backend=_ModelBackend(self.model_state), options=options)
+        backend = _ModelBackend(self.model_state)
+        options: Any = {"guard_filter_fn": backend.kept_guards} if guards == "relaxed" else None
+        self._untraced = torch.compile(self._model, backend=backend, options=options)
         return self._untraced
 
     def _trace_longer(
@@ -258,23 +260,31 @@ class CompiledModel:
         return None
 
 
-def _kept_guards(channel: SideChannel, guards: Sequence[Any]) -> list[bool]:
-    """All but those on sizes. Behind a graph break these stay: a part of the forward has run already, so a
-    miss would come too late for another trace.
-    """
-    return [True] * len(guards) if channel.graphs_run else _torch.drop_shape_guards(guards)
-
-
 class _ModelBackend:
     """The backend of one torch.compile call: its traces join the model's."""
 
     def __init__(self, state: ModelState) -> None:
         self._state = state
         self.reset = state.reset
+        self._checks_sizes = False  # the trace that was made last does so itself
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         self._state.signatures.append(signature(gm))
-        return build(gm, example_inputs, lambda weights: self._state)
+        takes_all = _torch.takes_all_sizes(gm)  # before segments are compiled, which may add sizes
+        trace = build(gm, example_inputs, lambda weights: self._state)
+        self._checks_sizes = takes_all and isinstance(self._state.traces[-1], Runtime)
+        return trace
+
+    def kept_guards(self, guards: Sequence[Any]) -> list[bool]:
+        """A `guard_filter_fn`: all but those on sizes, where the trace's contract checks these.
+
+        Behind a graph break all stay: a part of the forward has run already, so a miss would come too late
+        for another trace.
+        """
+        checks, self._checks_sizes = self._checks_sizes, False
+        if self._state.channel.graphs_run or not checks:
+            return [True] * len(guards)
+        return _torch.drop_shape_guards(guards)
 
 
 def _stop(*_: Any) -> Any:

@@ -1,0 +1,90 @@
+"""Sizes and numbers that steer a forward without reaching its graph are checked at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from toys import assert_same, compiled, ops, rows
+
+import piecewise_graph as pg
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def scaled(by: Callable[..., Any]) -> Callable[..., Any]:
+    """A model that multiplies by what `by` says of its arguments."""
+    return lambda x, other: ops.mix(x) + x * by(x, other)
+
+
+NUMBERS = {
+    "larger": scaled(lambda x, k: 100 if k > 3 else 1),
+    "equal": scaled(lambda x, k: 100 if k == 4 else 1),
+    "odd": scaled(lambda x, k: 1 + k % 2),
+    "range": scaled(lambda x, k: sum(range(int(k)))),
+    "larger than the count": scaled(lambda x, k: 100 if x.shape[0] > k else 1),
+    "times the count": scaled(lambda x, k: 100 if x.shape[0] * k > 20 else 1),
+    "in the graph as well": scaled(lambda x, k: (100 if k == 4 else 1) + x * k),
+}
+SHAPES = {
+    "larger": scaled(lambda x, y: 100 if y.shape[0] > 3 else 1),
+    "as many as tokens": scaled(lambda x, y: 100 if y.shape[0] != x.shape[0] else 1),
+    "one": scaled(lambda x, y: 100 if y.shape[0] == 1 else 1),
+    "in a dictionary": scaled(lambda x, y: 100 if {"y": y}["y"].shape[0] % 2 else 1),
+}
+OPTIONS: list[dict[str, Any]] = [{}, {"cuda_graphs": "off"}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("model", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("kind", [int, float])
+def test_a_number(
+    kind: Callable[[int], Any], model: Callable[..., Any], options: dict[str, Any], device: torch.device
+) -> None:
+    fast = compiled(model, **options)
+    for tokens in (5, 7, 3):
+        x = rows(tokens, device)
+        for number in (2, 3, 4, 5, 2, 4, 6):
+            assert_same(fast(x, kind(number)), model(x, kind(number)))
+
+
+@pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
+def test_the_shape_of_a_tensor(model: Callable[..., Any], device: torch.device) -> None:
+    fast = compiled(model)
+    for tokens, other in ((5, 5), (7, 7), (5, 6), (5, 2), (5, 3), (4, 4), (4, 1), (1, 5), (1, 1), (5, 5)):
+        x, y = rows(tokens, device), rows(other, device)
+        assert_same(fast(x, y), model(x, y))
+
+
+def test_numbers_of_the_closure(device: torch.device) -> None:
+    number = 2
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return ops.mix(x) + x * (100 if number > 3 else 1)
+
+    fast = compiled(model)
+    for given in (2, 3, 4, 5, 2, 7):
+        number = given
+        assert_same(fast(x := rows(5, device)), model(x))
+
+
+def test_a_branch_of_a_trace_that_stays_whole(device: torch.device) -> None:
+    """Gradients keep the trace whole; nothing but Dynamo's guards looks at its sizes."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return ops.mix(x) * 0 + x * (100 if x.shape[0] > 6 else 1)
+
+    fast = compiled(model)
+    with torch.enable_grad():
+        for tokens in (5, 4, 8, 7, 3, 1, 9):
+            x = rows(tokens, device).requires_grad_()
+            assert_same(fast(x), model(x))
+
+
+def test_what_the_graph_takes_needs_no_guards_of_dynamo(device: torch.device) -> None:
+    fast = compiled(lambda x, y: ops.mix(x * 2) + y)
+    with pg.counters.expect(traces=1):
+        for tokens in (5, 7, 3, 9, 4):
+            fast(rows(tokens, device), rows(tokens, device))
