@@ -175,6 +175,7 @@ ELSEWHERE = {
     "nested_forward",
     "no_token_dimension",
     "op_not_capturable",
+    "overlapping_memory",
     "padding_unproven",
     "proof_failed",
     "size_is_a_number",
