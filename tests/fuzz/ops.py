@@ -28,7 +28,14 @@ Places = Sequence[tuple[int, int]]  # (leaf, dimension of it that counts tokens)
 BUCKETS = [4, 8]
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64)
 # They do not check what indexes memory: on random integers and sizes eager itself reads or writes beyond it.
-UNCHECKED = ("lu_unpack", "_batch_norm_with_update", "nn.functional.ctc_loss", "_segment_reduce")
+UNCHECKED = (
+    "lu_unpack",
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_batch_norm_with_update",
+    "nn.functional.ctc_loss",
+    "_segment_reduce",
+)
 # Their values are whatever the memory held.
 UNINITIALISED = (
     "empty",
