@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `benchmarks` is not installed
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="run there by themselves")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmarks are run as such")
 
 
 def test_capture() -> None:

@@ -250,12 +250,11 @@ class _Op:
 
     def _is_steady(self, chosen: Places, tokens: int) -> bool:
         """Eager answers the same whatever lies in the memory beside its arguments."""
-        first = pytree.tree_leaves(self._eager(chosen, tokens))
+        first = _tensors(self._eager(chosen, tokens))
         for number in range(8):
             for size in (2**6, 2**9, 2**12, 2**16):  # freed at once, for the next allocations
                 torch.full((size,), (-1e30) ** (number % 2) * number)
-            again = pytree.tree_leaves(self._eager(chosen, tokens))
-            if not all(map(same, first, again)):
+            if not all(map(same, first, _tensors(self._eager(chosen, tokens)))):
                 return False
         return True
 
@@ -263,10 +262,10 @@ class _Op:
         if not self._is_steady(chosen, tokens):
             raise Failure("invalid", f"T = {tokens}: eager's answer depends on what lies in memory")
         plain, wanted = self._plain(function, chosen, tokens, compiler), self._eager(chosen, tokens)
-        same = isinstance(plain, Exception) or difference(
+        as_wrong = isinstance(plain, Exception) or difference(
             plain, wanted, lambda: self._exact(chosen, tokens), lambda: self._shaken(chosen, tokens)
         )
-        raise Failure("torch" if same else "wrong", f"T = {tokens}: {told}")
+        raise Failure("torch" if as_wrong else "wrong", f"T = {tokens}: {told}")
 
     def _plain(self, function: Any, chosen: Places, tokens: int, compiler: str) -> Any:
         """What plain torch.compile answers, or what it raised."""
@@ -287,6 +286,10 @@ def _wide(leaf: Any) -> Any:
     if leaf.is_complex():
         return leaf.detach().to(torch.complex128)
     return leaf.detach().double() if leaf.is_floating_point() else leaf.detach().clone()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _shapes(tree: Any) -> Any:
