@@ -158,6 +158,6 @@ class _Recording:
 
 
 def _poisoner(tensor: Tensor) -> Callable[[], Any]:
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() or tensor.is_complex():
         return lambda: tensor.fill_(float("nan"))
     return lambda: tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
