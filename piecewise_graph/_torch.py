@@ -56,7 +56,8 @@ def takes_all_sizes(gm: GraphModule) -> bool:
     """Each size and number that Dynamo made a symbol of is an argument of the graph, or a size of one.
 
     Others steered the trace and left the graph, or never entered it, or were found to be one number: only
-    Dynamo's own guards check them.
+    Dynamo's own guards check them. Where an argument is a view, the sizes of what it views have symbols too,
+    which no forward asks for.
     """
     shape_env = shape_env_of(gm)
     if shape_env is None:
@@ -64,9 +65,10 @@ def takes_all_sizes(gm: GraphModule) -> bool:
     arguments = [node.meta.get("grapharg") for node in gm.graph.nodes if node.op == "placeholder"]
     taken = {_source_text(arg.source) for arg in arguments if arg is not None}
     for symbol, sources in shape_env.var_to_sources.items():
-        texts = ({_source_text(source), _source_text(getattr(source, "base", source))} for source in sources)
+        asked = [source for source in sources if "._base." not in _source_text(source)]
+        texts = ({_source_text(source), _source_text(getattr(source, "base", source))} for source in asked)
         is_size = symbol.is_integer and not shape_env.replace(symbol).is_number
-        if not is_size or not all(text & taken for text in texts):
+        if asked and not (is_size and all(text & taken for text in texts)):
             return False
     return True
 

@@ -409,6 +409,21 @@ class FreezeError(PiecewiseError):
         )
 
     @classmethod
+    def steered(cls) -> FreezeError:
+        what = "a size or a number that is no input of the model's graph chooses what its forward does."
+        return cls(what, "call the compiled model itself, which checks such values at every call.")
+
+    @classmethod
+    def one_token(cls) -> FreezeError:
+        what = "the model does something else with one token than with several."
+        return cls(what, "freeze another callable with an example of one token.")
+
+    @classmethod
+    def autocast(cls) -> FreezeError:
+        what = "a frozen model was called inside torch.autocast; its trace was made outside."
+        return cls(what, "leave the region, or call the compiled model itself.")
+
+    @classmethod
     def unknown_input(cls, name: str) -> FreezeError:
         what = f"the graph reads {name}, which is neither an argument of the call nor a weight."
         return cls(what, "pass it as an argument of forward, or register it as a buffer of the model.")

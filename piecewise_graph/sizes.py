@@ -146,6 +146,7 @@ class ShapeContract:
         guards: conditions over the symbols that the trace relies on.
         ranges: (lowest, highest) of each symbol, None where unbounded.
         names: argument names, for messages.
+        is_whole: no other size or number chose what was traced; where one did, only Dynamo's guards check it.
     """
 
     symbols: tuple[sympy.Symbol, ...]
@@ -154,6 +155,7 @@ class ShapeContract:
     guards: tuple[sympy.Basic, ...]
     ranges: tuple[Range, ...]
     names: tuple[str, ...]
+    is_whole: bool
 
     def admit(self, args: Sequence[Any]) -> Sizes:
         """The value of each symbol in this call, which the trace is valid for.

@@ -13,7 +13,7 @@ from test_architecture import CORE, LEVELS
 
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
-    "errors": 480,
+    "errors": 500,
     "_torch": 600,
     "rules": 790,
     "claims": 430,
@@ -72,15 +72,15 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1397,
+    "beside": 1411,
     "kernels": 434,
     "splitter": 813,
     "analysis": 1553,
-    "compiler": 1202,
+    "compiler": 1203,
     "recorder": 958,
     "runtime": 870,
     "inspection": 949,
-    "frontend": 834,
+    "frontend": 905,
     "custom_ops": 3218,
     "eagle": 2968,
     "bench": 645,

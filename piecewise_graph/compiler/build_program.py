@@ -145,6 +145,7 @@ def _contract(gm: GraphModule, graph: SplitGraph) -> ShapeContract:
         tuple(guard for guard in guards if guard.free_symbols <= set(known)),
         tuple(relaxed_range(_torch.value_range(shape_env, symbol)) for symbol in known),
         tuple(given.name for given in graph.inputs),
+        _torch.takes_all_sizes(gm),
     )
 
 

@@ -36,14 +36,13 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from piecewise_graph import _torch
-from piecewise_graph.backend import build
 from piecewise_graph.compiler.segments import prepare
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, TraceError
-from piecewise_graph.frontend.one_token import Signature, signature
+from piecewise_graph.frontend.model_backend import ModelBackend
+from piecewise_graph.frontend.one_token import Signature, is_of_transformers, signature
 from piecewise_graph.frontend.token_dims import TokenDims
 from piecewise_graph.runtime.model_state import ModelState
-from piecewise_graph.runtime.runtime import Runtime
 from piecewise_graph.runtime.side_channel import Purpose, TracedOnly
 from piecewise_graph.sizes import ShapeMiss
 from piecewise_graph.telemetry import count_fallback
@@ -173,11 +172,17 @@ class CompiledModel:
 
     def _serves_one_token(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """The dynamic trace is right for one token too. With several traces, none is trusted with it."""
-        if type(self._model).__module__.startswith("transformers."):
+        return self.agrees_at_one_token(list(self.model_state.signatures.values()), args, kwargs)
+
+    def agrees_at_one_token(
+        self, traces: Sequence[Signature | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether these traces of more tokens are one, and this call of one token would give the same."""
+        if is_of_transformers(self._model):
             return True
         if self._at_one_token is None:
             self._at_one_token = self._traced_at_one_token(args, kwargs)
-        return len(self._at_one_token) == 1 and self.model_state.signatures == self._at_one_token
+        return len(self._at_one_token) == 1 and list(traces) == self._at_one_token
 
     def _traced_at_one_token(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Signature]:
         """What Dynamo makes of this call, which is not run."""
@@ -209,7 +214,7 @@ class CompiledModel:
         count_fallback(self.model_state.fallbacks, reason)
 
     def _new_trace(self, guards: str) -> Callable[..., Any]:
-        backend = _ModelBackend(self.model_state)
+        backend = ModelBackend(self.model_state)
         options: Any = {"guard_filter_fn": backend.kept_guards} if guards == "relaxed" else None
         self._untraced = torch.compile(self._model, backend=backend, options=options)
         return self._untraced
@@ -258,33 +263,6 @@ class CompiledModel:
             if weight is not None and tensor.device != weight.device:
                 return TraceError.wrong_device(name, str(tensor.device), str(weight.device))
         return None
-
-
-class _ModelBackend:
-    """The backend of one torch.compile call: its traces join the model's."""
-
-    def __init__(self, state: ModelState) -> None:
-        self._state = state
-        self.reset = state.reset
-        self._checks_sizes = False  # the trace that was made last does so itself
-
-    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        self._state.signatures.append(signature(gm))
-        takes_all = _torch.takes_all_sizes(gm)  # before segments are compiled, which may add sizes
-        trace = build(gm, example_inputs, lambda weights: self._state)
-        self._checks_sizes = takes_all and isinstance(self._state.traces[-1], Runtime)
-        return trace
-
-    def kept_guards(self, guards: Sequence[Any]) -> list[bool]:
-        """A `guard_filter_fn`: all but those on sizes, where the trace's contract checks these.
-
-        Behind a graph break all stay: a part of the forward has run already, so a miss would come too late
-        for another trace.
-        """
-        checks, self._checks_sizes = self._checks_sizes, False
-        if self._state.channel.graphs_run or not checks:
-            return [True] * len(guards)
-        return _torch.drop_shape_guards(guards)
 
 
 def _stop(*_: Any) -> Any:

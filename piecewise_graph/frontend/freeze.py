@@ -3,18 +3,17 @@
 Note [What a frozen call still checks]
 Dynamo's guards make sure that a trace fits the call; a frozen callable knows which trace it belongs to and
 checks what can differ between two calls of one loop, in plain Python: which arguments are there, constants by
-value, dtype, device and shape of tensors, grad mode, the model's training flag, and in FULL mode the forward
-context. What it takes for granted is what the model reads besides: attributes of modules, globals, and
-weights, whose addresses are compared at the first replay of every tape (always, with check="always"). After
-replacing any of these, call `rebind()`.
+value, dtype, device and shape of tensors, grad mode and autocast, the model's training flag, and in FULL mode
+the forward context. A tensor that is no input of the graph may still have been asked for its shape: it has to
+be like the example's. What it takes for granted is what the model reads besides: attributes of modules,
+globals, and weights, whose addresses are compared at the first replay of every tape (always, with
+check="always"). After replacing any of these, call `rebind()`.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -24,11 +23,11 @@ from piecewise_graph import _torch
 from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.errors import AddressMovedError, FreezeError, MergedWeightsError
 from piecewise_graph.frontend.argument_names import describe, forward_signature, leaf_names
-from piecewise_graph.frontend.compile import plain_strides
+from piecewise_graph.frontend.compile import CompiledModel
 from piecewise_graph.frontend.frozen_call import MISS, FrozenCall
-from piecewise_graph.frontend.state_lookup import state_of
+from piecewise_graph.frontend.frozen_trace import FrozenTrace, Observed, check_distinct, observe
+from piecewise_graph.frontend.one_token import is_of_transformers
 from piecewise_graph.runtime.model_state import ModelState
-from piecewise_graph.runtime.runtime import Runtime
 from piecewise_graph.splitter.split_graph import Ref
 
 
@@ -52,113 +51,9 @@ def freeze(compiled: Any, *example_args: Any, **example_kwargs: Any) -> Frozen:
             mapped.
     """
     leaves, structure = _torch.flatten((example_args, example_kwargs))
-    _check_distinct(leaves, leaf_names(compiled, structure, len(leaves)))
-    tracing = _observe(compiled, example_args, example_kwargs)
-    return Frozen(compiled, leaves, structure, _Trace.of(tracing, leaves))
-
-
-@dataclass(frozen=True)
-class _Observed:
-    """One run of the example: which runtime served it, what it got and returned, what the caller got."""
-
-    runtime: Runtime
-    args: Sequence[Any]
-    outputs: Sequence[Any]
-    result: Any
-
-
-def _observe(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Observed:
-    state = state_of(compiled)
-    if state is None:
-        compiled(*args, **kwargs)
-        state = state_of(compiled)
-    if state is None:
-        raise FreezeError.no_trace(repr(compiled)[:80])
-    with state.channel.observing() as seen:
-        result = compiled(*args, **kwargs)
-    if len(seen) != 1:
-        raise FreezeError.not_one_graph(len(seen))
-    (ran,) = seen
-    if not isinstance(ran.trace, Runtime):
-        raise FreezeError.not_split(ran.trace.blocked)
-    return _Observed(ran.trace, ran.args, ran.outputs, result)
-
-
-@dataclass(frozen=True)
-class _Trace:
-    """How calls map to one runtime.
-
-    Attributes:
-        template: the graph's arguments, with the weights in their places.
-        inputs: (index of the leaf in the caller's arguments, index in the graph's arguments) of activations.
-        symbols: (index in the graph's arguments, graph argument and dimension that it is the size of).
-        outputs: per leaf of the result (index into the graph's outputs or None, constant).
-        structure: of the result.
-    """
-
-    runtime: Runtime
-    template: tuple[Any, ...]
-    inputs: tuple[tuple[int, int], ...]
-    symbols: tuple[tuple[int, int, int], ...]
-    outputs: tuple[tuple[int | None, Any], ...]
-    structure: Any
-
-    @classmethod
-    def of(cls, seen: _Observed, leaves: Sequence[Any]) -> _Trace:
-        split = seen.runtime.program.split
-        inputs, symbols, template = [], [], list(seen.args)
-        for index, given in enumerate(split.inputs[: len(seen.args)]):
-            if given.symbol is not None:
-                symbols.append(_source_of(seen.runtime, index))
-                template[index] = None
-            elif given.spec is not None and not given.bound:
-                inputs.append((_leaf_of(seen.args[index], leaves, given.name), index))
-                template[index] = None
-        outputs, structure = _map_outputs(seen)
-        return cls(seen.runtime, tuple(template), tuple(inputs), tuple(symbols), tuple(outputs), structure)
-
-
-def _leaf_of(tensor: Tensor, leaves: Sequence[Any], name: str) -> int:
-    """Which of the caller's leaves the graph's argument is."""
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and _same(plain_strides(leaf), tensor):
-            return index
-    raise FreezeError.unknown_input(name)
-
-
-def _check_distinct(leaves: Sequence[Any], names: Sequence[str]) -> None:
-    """A tensor passed twice is one input of the graph, or two that nothing tells apart."""
-    tensors = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
-    for (one, first), (other, second) in combinations(tensors, 2):
-        if _same(first, second) and first.numel():
-            raise FreezeError.aliased(one, other)
-
-
-def _same(leaf: Tensor, tensor: Tensor) -> bool:
-    return leaf is tensor or (
-        leaf.data_ptr() == tensor.data_ptr() and leaf.shape == tensor.shape and leaf.dtype == tensor.dtype
-    )
-
-
-def _source_of(runtime: Runtime, index: int) -> tuple[int, int, int]:
-    contract, symbol = runtime.program.contract, runtime.program.split.inputs[index].symbol
-    for argument, dim, expr in contract.dims:
-        if expr == symbol:
-            return index, argument, dim
-    raise FreezeError.integer_argument(runtime.program.split.inputs[index].name)
-
-
-def _map_outputs(seen: _Observed) -> tuple[list[tuple[int | None, Any]], Any]:
-    leaves, structure = _torch.flatten(seen.result)
-    found: list[tuple[int | None, Any]] = []
-    for leaf in leaves:
-        places = [index for index, value in enumerate(seen.outputs) if value is leaf]
-        if isinstance(leaf, Tensor) and not places:
-            raise FreezeError.unknown_output(tuple(leaf.shape))
-        if not isinstance(leaf, Tensor) and any(isinstance(value, int) for value in seen.outputs):
-            raise FreezeError.integer_output()
-        found.append((places[0] if places else None, leaf if not places else None))
-    return found, structure
+    check_distinct(leaves, leaf_names(compiled, structure, len(leaves)))
+    tracing = observe(compiled, example_args, example_kwargs)
+    return Frozen(compiled, leaves, structure, FrozenTrace.of(tracing, leaves))
 
 
 class Frozen:
@@ -168,12 +63,17 @@ class Frozen:
     has the same token count; the next replay overwrites them.
     """
 
-    def __init__(self, compiled: Any, leaves: Sequence[Any], structure: Any, trace: _Trace) -> None:
+    def __init__(self, compiled: Any, leaves: Sequence[Any], structure: Any, trace: FrozenTrace) -> None:
         self._compiled, self._structure, self._trace = compiled, structure, trace
         self._example = tuple(leaves)
         self._names = leaf_names(compiled, structure, len(leaves))
         self._flat_forms: set[Hashable] = set()
         self._constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
+        inputs = dict(trace.inputs)
+        self._unread = tuple(
+            (i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in inputs
+        )
+        self._handed: tuple[dict[str, Tensor], ...] = ()  # by static_inputs
         self._calls: dict[Hashable, FrozenCall] = {}
         model = getattr(compiled, "_model", None) or _torch.original_callable(compiled)
         self._module = model if isinstance(model, torch.nn.Module) else None
@@ -187,6 +87,8 @@ class Frozen:
         known = (len(args), *kwargs) in self._flat_forms
         leaves = [*args, *kwargs.values()] if known else self._learn(args, kwargs)
         tensors = [leaves[index] for index, _ in self._trace.inputs]
+        if self._handed:
+            tensors = self._apart(tensors)
         context = get_forward_context()
         try:
             key = (*[tensor.shape for tensor in tensors], context.full_graph, context.graph_key)
@@ -215,7 +117,19 @@ class Frozen:
         if replay is None:
             raise FreezeError.not_captured(num_tokens)
         views = replay.bound.copy_in.views()
-        return {self._names[leaf]: views[index] for leaf, index in self._trace.inputs}
+        found = {self._names[leaf]: views[index] for leaf, index in self._trace.inputs}
+        self._handed += (found,)
+        return found
+
+    def _apart(self, tensors: Sequence[Any]) -> list[Any]:
+        """Copies of what lies in a static input and is not that input: inputs are written one by one."""
+        memory = {_torch.storage_id(view) for handed in self._handed for view in handed.values()}
+        found = []
+        for (leaf, _), tensor in zip(self._trace.inputs, tensors, strict=True):
+            mine = any(handed[self._names[leaf]] is tensor for handed in self._handed)
+            shares = isinstance(tensor, Tensor) and _torch.storage_id(tensor) in memory
+            found.append(tensor.clone() if shares and not mine else tensor)
+        return found
 
     def rebind(self) -> None:
         """Take the model as it is now: after weights were replaced rather than written in place.
@@ -224,32 +138,38 @@ class Frozen:
         captured again (lazily, or by pg.capture).
         """
         self._calls.clear()
-        self._trace = _Trace.of(self._observe_anew(), self._example)
+        self._trace = FrozenTrace.of(self._observe_anew(), self._example)
         self._training = self._module.training if self._module is not None else False
 
-    def _observe_anew(self) -> _Observed:
+    def _observe_anew(self) -> Observed:
         """The example's run, by graphs that read the weights where they are now."""
         args, kwargs = _torch.unflatten(self._example, self._structure)
         try:
-            seen = _observe(self._compiled, args, kwargs)
+            seen = observe(self._compiled, args, kwargs)
             if seen.runtime.addresses.hold(seen.args):
                 return seen
         except (AddressMovedError, MergedWeightsError):  # graphs hold what was replaced
             pass
         self._trace.runtime.drop_graphs()
         self.model_state.sealed = False
-        return _observe(self._compiled, args, kwargs)
+        return observe(self._compiled, args, kwargs)
 
     def _check_call(self, leaves: Sequence[Any]) -> None:
         """Refuse what the trace does not cover, besides shapes (Note [What a frozen call still checks])."""
         if torch.is_grad_enabled():
             raise FreezeError.grad_enabled()
+        if torch.is_autocast_enabled(self._trace.runtime.program.device.type):
+            raise FreezeError.autocast()
         if self._module is not None and self._module.training != self._training:
             raise FreezeError.training_changed(self._training)
         for index, expected in self._constants:
             found = leaves[index]
             if found is not expected and (type(found) is not type(expected) or found != expected):
                 raise FreezeError.constant(self._names[index], found, expected)
+        for index, expected in self._unread:
+            found = leaves[index]
+            if (found.dtype, found.device, found.shape) != (expected.dtype, expected.device, expected.shape):
+                raise FreezeError.kind(self._names[index], describe(found), describe(expected))
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The caller's leaves in the example's order; remembers a call without containers."""
@@ -296,6 +216,8 @@ class Frozen:
             full[index] = tensor
         for index, argument, dim in self._trace.symbols:
             full[index] = full[argument].shape[dim]
+        if 1 in runtime.program.contract.read_sizes(full).values():
+            self._check_one_token(leaves)
         outputs = runtime(*full)
         count = runtime.count(full)
         replay = runtime.replay_for(count, context)
@@ -304,6 +226,16 @@ class Frozen:
             template = self._trace.template
             self._calls[key] = FrozenCall(runtime, replay, indices, tensors, template, self._rebuild)
         return self._rebuild(outputs)
+
+    def _check_one_token(self, leaves: Sequence[Any]) -> None:
+        """A trace of several tokens is right for one token where its model does nothing else with one."""
+        if isinstance(self._compiled, CompiledModel):
+            args, kwargs = _torch.unflatten(leaves, self._structure)
+            same = self._compiled.agrees_at_one_token([self._trace.signature], args, kwargs)
+        else:
+            same = is_of_transformers(self._module)
+        if not same:
+            raise FreezeError.one_token()
 
     def _rebuild(self, outputs: Sequence[Any]) -> Any:
         leaves = [constant if index is None else outputs[index] for index, constant in self._trace.outputs]

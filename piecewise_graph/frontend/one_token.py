@@ -21,6 +21,11 @@ from piecewise_graph.sizes import is_scalar
 Signature = tuple[Any, ...]
 
 
+def is_of_transformers(model: Any) -> bool:
+    """Its models do the same with one token (Note [One trace] in frontend/compile.py)."""
+    return type(model).__module__.startswith("transformers.")
+
+
 def signature(gm: GraphModule) -> Signature:
     """The graph's calls with their constants and shapes, every size replaced by its value at one token."""
     numbers: dict[Node, int] = {}

@@ -1,0 +1,133 @@
+"""What pg.freeze learns from one run of its example: how calls and results map to one trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from torch import Tensor
+
+from piecewise_graph import _torch
+from piecewise_graph.errors import FreezeError
+from piecewise_graph.frontend.compile import plain_strides
+from piecewise_graph.frontend.one_token import Signature
+from piecewise_graph.frontend.state_lookup import state_of
+from piecewise_graph.runtime.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One run of the example: which runtime served it, what it got and returned, what the caller got."""
+
+    runtime: Runtime
+    args: Sequence[Any]
+    outputs: Sequence[Any]
+    result: Any
+
+
+def observe(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observed:
+    state = state_of(compiled)
+    if state is None:
+        compiled(*args, **kwargs)
+        state = state_of(compiled)
+    if state is None:
+        raise FreezeError.no_trace(repr(compiled)[:80])
+    with state.channel.observing() as seen:
+        result = compiled(*args, **kwargs)
+    if len(seen) != 1:
+        raise FreezeError.not_one_graph(len(seen))
+    (ran,) = seen
+    if not isinstance(ran.trace, Runtime):
+        raise FreezeError.not_split(ran.trace.blocked)
+    if not ran.trace.program.contract.is_whole:
+        raise FreezeError.steered()
+    return Observed(ran.trace, ran.args, ran.outputs, result)
+
+
+@dataclass(frozen=True)
+class FrozenTrace:
+    """How calls map to one runtime.
+
+    Attributes:
+        template: the graph's arguments, with the weights in their places.
+        inputs: (index of the leaf in the caller's arguments, index in the graph's arguments) of activations.
+        symbols: (index in the graph's arguments, graph argument and dimension that it is the size of).
+        outputs: per leaf of the result (index into the graph's outputs or None, constant).
+        structure: of the result.
+        signature: of the graph, where pg.compile traced it (one_token.py).
+    """
+
+    runtime: Runtime
+    template: tuple[Any, ...]
+    inputs: tuple[tuple[int, int], ...]
+    symbols: tuple[tuple[int, int, int], ...]
+    outputs: tuple[tuple[int | None, Any], ...]
+    structure: Any
+    signature: Signature | None
+
+    @classmethod
+    def of(cls, seen: Observed, leaves: Sequence[Any]) -> FrozenTrace:
+        split = seen.runtime.program.split
+        inputs, symbols, template = [], [], list(seen.args)
+        for index, given in enumerate(split.inputs[: len(seen.args)]):
+            if given.symbol is not None:
+                symbols.append(_source_of(seen.runtime, index))
+                template[index] = None
+            elif given.spec is not None and not given.bound:
+                inputs.append((_leaf_of(seen.args[index], leaves, given.name), index))
+                template[index] = None
+        outputs, structure = _map_outputs(seen)
+        return cls(
+            seen.runtime,
+            tuple(template),
+            tuple(inputs),
+            tuple(symbols),
+            tuple(outputs),
+            structure,
+            seen.runtime.state.signatures.get(seen.runtime),
+        )
+
+
+def _leaf_of(tensor: Tensor, leaves: Sequence[Any], name: str) -> int:
+    """Which of the caller's leaves the graph's argument is."""
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and _same(plain_strides(leaf), tensor):
+            return index
+    raise FreezeError.unknown_input(name)
+
+
+def check_distinct(leaves: Sequence[Any], names: Sequence[str]) -> None:
+    """A tensor passed twice is one input of the graph, or two that nothing tells apart."""
+    tensors = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
+    for (one, first), (other, second) in combinations(tensors, 2):
+        if _same(first, second) and first.numel():
+            raise FreezeError.aliased(one, other)
+
+
+def _same(leaf: Tensor, tensor: Tensor) -> bool:
+    return leaf is tensor or (
+        leaf.data_ptr() == tensor.data_ptr() and leaf.shape == tensor.shape and leaf.dtype == tensor.dtype
+    )
+
+
+def _source_of(runtime: Runtime, index: int) -> tuple[int, int, int]:
+    contract, symbol = runtime.program.contract, runtime.program.split.inputs[index].symbol
+    for argument, dim, expr in contract.dims:
+        if expr == symbol:
+            return index, argument, dim
+    raise FreezeError.integer_argument(runtime.program.split.inputs[index].name)
+
+
+def _map_outputs(seen: Observed) -> tuple[list[tuple[int | None, Any]], Any]:
+    leaves, structure = _torch.flatten(seen.result)
+    found: list[tuple[int | None, Any]] = []
+    for leaf in leaves:
+        places = [index for index, value in enumerate(seen.outputs) if value is leaf]
+        if isinstance(leaf, Tensor) and not places:
+            raise FreezeError.unknown_output(tuple(leaf.shape))
+        if not isinstance(leaf, Tensor) and any(isinstance(value, int) for value in seen.outputs):
+            raise FreezeError.integer_output()
+        found.append((places[0] if places else None, leaf if not places else None))
+    return found, structure

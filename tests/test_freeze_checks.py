@@ -1,0 +1,140 @@
+"""What a frozen call checks besides the inputs of its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toys import Blocks, assert_same, compiled, ops, rows
+
+import piecewise_graph as pg
+from piecewise_graph.errors import FreezeError
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def squeezes(x: Tensor) -> Tensor:
+    return (ops.mix(x) + x).squeeze(0)
+
+
+def doubles_one(x: Tensor) -> Tensor:
+    return (ops.mix(x) + x) * (2 if x.shape[0] == 1 else 1)
+
+
+@pytest.mark.parametrize("model", [squeezes, doubles_one])
+@pytest.mark.parametrize("entry", ["pg.compile", "torch.compile"])
+def test_a_model_that_treats_one_token_specially(
+    entry: str, model: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    by_torch = partial(torch.compile, backend="piecewise", dynamic=True, options={"compiler": "eager"})
+    fast = compiled(model) if entry == "pg.compile" else by_torch(model)
+    fast(rows(5, device))
+    frozen = pg.freeze(fast, rows(3, device))
+    for _ in range(2):
+        assert_same(frozen(x := rows(4, device)), model(x))
+        with pytest.raises(FreezeError, match="one token"):
+            frozen(rows(1, device))
+
+
+def test_one_token_is_served_where_it_is_nothing_special(device: torch.device) -> None:
+    model = Blocks().to(device)
+    frozen = pg.freeze(compiled(model), rows(3, device))
+    for tokens in (1, 4, 1, 1):
+        assert_same(frozen(x := rows(tokens, device)), model(x))
+
+
+@pytest.mark.parametrize("reset", [torch._dynamo.reset, pg.reset], ids=["dynamo's", "ours"])
+def test_one_token_is_served_after_a_reset(reset: Callable[[], None], device: torch.device) -> None:
+    model = Blocks().to(device)
+    fast = compiled(model)
+    frozen = pg.freeze(fast, rows(3, device))
+    for _ in range(2):
+        for tokens in (4, 1):
+            assert_same(frozen(x := rows(tokens, device)), model(x))
+            assert_same(fast(x), model(x))
+        with pg.counters.expect(traces=0):
+            assert_same(fast(x := rows(1, device)), model(x))
+        reset()
+
+
+def test_views_have_the_sizes_that_the_forward_sees(device: torch.device) -> None:
+    """The sizes of what an argument is a view of are no sizes of the graph, and choose nothing."""
+
+    def model(x: Tensor) -> Tensor:
+        return ops.mix(x * 2) + x
+
+    for first in (6, 7):  # another size makes Dynamo mark those sizes dynamic in the second trace
+        fast = compiled(model, token_dim={"x": 1})
+        frozen = pg.freeze(fast, rows(first, device)[None])
+        for tokens in (5, 1, 4):
+            x = rows(tokens, device)[None]
+            assert_same(frozen(x), model(x))
+            with pg.counters.expect(traces=0):
+                assert_same(fast(x), model(x))
+
+
+UNREAD: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "its size": lambda x, y: ops.mix(x) + x * y.shape[0],
+    "its dtype": lambda x, y: ops.mix(x) + x * (1 if y.dtype == torch.float32 else 2),
+    "in a list": lambda x, y: ops.mix(x) + x * [y][0].shape[0],
+}
+
+
+@pytest.mark.parametrize("model", UNREAD.values(), ids=UNREAD)
+def test_a_tensor_that_is_no_input_of_the_graph(
+    model: Callable[[Tensor, Any], Tensor], device: torch.device
+) -> None:
+    frozen = pg.freeze(compiled(model), rows(3, device), rows(2, device))
+    for tokens in (5, 5, 4):
+        x, y = rows(tokens, device), rows(2, device)
+        assert_same(frozen(x, y), model(x, y))
+        for other in (rows(4, device), y.double()):
+            with pytest.raises(FreezeError, match="y"):
+                frozen(x, other)
+
+
+def test_a_number_that_steers_the_forward(device: torch.device) -> None:
+    fast = compiled(lambda x, k: ops.mix(x) + x * (100 if k > 3 else 1))
+    for number in (2, 3, 5):
+        fast(rows(4, device), number)
+    with pytest.raises(FreezeError, match="no input of the model's graph"):
+        pg.freeze(fast, rows(4, device), 5)
+
+
+def test_a_static_input_may_be_given_for_another_argument(device: torch.device) -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return ops.mix(x) * 0 + x * 10 + y
+
+    frozen = pg.freeze(compiled(model), rows(3, device), rows(3, device))
+    frozen(rows(3, device), rows(3, device))
+    static = frozen.static_inputs(3)
+    for pick in (
+        lambda x, y: (y, x),
+        lambda x, y: (x, y),
+        lambda x, y: (x.flip(0), x),
+        lambda x, y: (y[:2], x[1:]),
+        lambda x, y: (torch.full_like(x, 5.0), x),
+    ):
+        static["x"].copy_(rows(3, device)), static["y"].copy_(rows(3, device))
+        x, y = pick(static["x"], static["y"])
+        wanted = model(x.clone(), y.clone())
+        assert_same(frozen(x, y), wanted)
+
+
+def test_autocast_is_refused(device: torch.device) -> None:
+    layer = nn.Linear(8, 8).to(device)
+    frozen = pg.freeze(compiled(lambda x: ops.mix(layer(x))), rows(3, device))
+    frozen(rows(3, device))
+    with torch.autocast(device.type, dtype=torch.bfloat16), pytest.raises(FreezeError, match="autocast"):
+        frozen(rows(3, device))
+
+
+def test_complex_results_in_a_pool_that_overwrites_them(device: torch.device) -> None:
+    fast = compiled(lambda x: (ops.mix(x * 2) + 1) * 2)
+    for tokens in (3, 4, 3):
+        x = torch.randn(tokens, 8, dtype=torch.complex64, device=device)
+        torch.testing.assert_close(fast(x), (ops.mix(x * 2) + 1) * 2)
