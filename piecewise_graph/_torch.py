@@ -59,18 +59,27 @@ def takes_all_sizes(gm: GraphModule) -> bool:
     Dynamo's own guards check them. Where an argument is a view, the sizes of what it views have symbols too,
     which no forward asks for.
     """
+    from torch._dynamo.source import TensorProperty
+
     shape_env = shape_env_of(gm)
     if shape_env is None:
         return True
     arguments = [node.meta.get("grapharg") for node in gm.graph.nodes if node.op == "placeholder"]
     taken = {_source_text(arg.source) for arg in arguments if arg is not None}
-    for symbol, sources in shape_env.var_to_sources.items():
-        asked = [source for source in sources if "._base." not in _source_text(source)]
-        texts = ({_source_text(source), _source_text(getattr(source, "base", source))} for source in asked)
-        is_size = symbol.is_integer and not shape_env.replace(symbol).is_number
-        if asked and not (is_size and all(text & taken for text in texts)):
-            return False
-    return True
+
+    def is_taken(symbol: sympy.Symbol, source: Any) -> bool:
+        tensor = getattr(source, "base", source)
+        if _source_text(tensor) in taken and getattr(source, "prop", None) is TensorProperty.SIZE:
+            return True
+        found = {_source_text(source), _source_text(tensor)} & taken
+        return bool(found) and not shape_env.replace(symbol).is_number
+
+    return all(
+        symbol.is_integer and is_taken(symbol, source)
+        for symbol, sources in shape_env.var_to_sources.items()
+        for source in sources
+        if "._base." not in _source_text(source)
+    )
 
 
 def value_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int | None]:

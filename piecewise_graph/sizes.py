@@ -142,7 +142,8 @@ class ShapeContract:
     Attributes:
         symbols: the size symbols of the trace, the token symbol first where there is one.
         sources: where each symbol's value is read: (argument index, dim), dim None for an int argument.
-        dims: (argument index, dim, expression) of every symbolic size of an argument.
+        dims: (argument index, dim, expression) of every size of an argument that Dynamo made a symbol of. The
+            expression of one that it found to be the same in every call is a number.
         guards: conditions over the symbols that the trace relies on.
         ranges: (lowest, highest) of each symbol, None where unbounded.
         names: argument names, for messages.

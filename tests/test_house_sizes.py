@@ -14,7 +14,7 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 500,
-    "_torch": 600,
+    "_torch": 610,
     "rules": 790,
     "claims": 430,
     "proof": 350,
@@ -72,11 +72,11 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1411,
+    "beside": 1417,
     "kernels": 434,
     "splitter": 813,
     "analysis": 1553,
-    "compiler": 1203,
+    "compiler": 1213,
     "recorder": 958,
     "runtime": 870,
     "inspection": 949,

@@ -88,3 +88,33 @@ def test_what_the_graph_takes_needs_no_guards_of_dynamo(device: torch.device) ->
     with pg.counters.expect(traces=1):
         for tokens in (5, 7, 3, 9, 4):
             fast(rows(tokens, device), rows(tokens, device))
+
+
+def test_a_width_that_was_found_to_be_one_number(device: torch.device) -> None:
+    """Dynamo makes a symbol of a width that differs between two models of one code, then finds its value."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return ops.mix(x) + x * (100 if x.shape[1] == 12 else 1)
+
+    for first, second in ((8, 12), (12, 9), (9, 12)):
+        fast = compiled(model, token_dim={"x": 0})
+        for tokens, width in ((5, first), (4, first), (5, second), (1, first), (1, second), (3, first)):
+            x = torch.randn(tokens, width, device=device)
+            assert_same(fast(x), model(x))
+
+
+def test_models_of_several_widths_can_be_frozen(device: torch.device) -> None:
+    def of_width(width: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        layer = torch.nn.Linear(width, width, device=device)
+        return lambda x: ops.mix(layer(x)) + x
+
+    for width in (8, 12, 6):
+        model = of_width(width)
+        fast = compiled(model, token_dim={"x": 0})
+        frozen = pg.freeze(fast, torch.randn(4, width, device=device))
+        for tokens in (4, 1, 6):
+            assert_same(frozen(x := torch.randn(tokens, width, device=device)), model(x))
+            with pg.counters.expect(traces=0):
+                assert_same(fast(x), model(x))
+        with pytest.raises(pg.errors.FreezeError, match=f"size {width} in dimension 1"):
+            frozen(torch.randn(4, width + 1, device=device))

@@ -126,11 +126,12 @@ def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
 
 def _contract(gm: GraphModule, graph: SplitGraph) -> ShapeContract:
     shape_env = _torch.shape_env_of(gm)
+    symbolic = _symbolic_dims(gm)
     dims = [
         (index, dim, size)
         for index, spec in graph.activations
         for dim, size in enumerate(spec.shape)
-        if size.free_symbols
+        if (index, dim) in symbolic
     ]
     sources: dict[sympy.Symbol, tuple[int, int | None]] = {
         given.symbol: (index, None) for index, given in enumerate(graph.inputs) if given.symbol is not None
@@ -146,6 +147,21 @@ def _contract(gm: GraphModule, graph: SplitGraph) -> ShapeContract:
         tuple(relaxed_range(_torch.value_range(shape_env, symbol)) for symbol in known),
         tuple(given.name for given in graph.inputs),
         _torch.takes_all_sizes(gm),
+    )
+
+
+def _symbolic_dims(gm: GraphModule) -> frozenset[tuple[int, int]]:
+    """(argument index, dim) of the sizes that Dynamo made a symbol of, also where it is one number by now.
+
+    Dynamo's guards on a tensor check the other sizes.
+    """
+    values = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
+    return frozenset(
+        (index, dim)
+        for index, value in enumerate(values)
+        if isinstance(value, Tensor)
+        for dim, size in enumerate(value.shape)
+        if isinstance(size, torch.SymInt)
     )
 
 
