@@ -138,3 +138,28 @@ def test_complex_results_in_a_pool_that_overwrites_them(device: torch.device) ->
     for tokens in (3, 4, 3):
         x = torch.randn(tokens, 8, dtype=torch.complex64, device=device)
         torch.testing.assert_close(fast(x), (ops.mix(x * 2) + 1) * 2)
+
+
+def test_a_part_of_a_static_input_moves_within_it(device: torch.device) -> None:
+    """Sources that overlap their destination, in frozen and in compiled calls."""
+
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return ops.mix(x) * 0 + x * 10 + y
+
+    fast = compiled(model)
+    frozen = pg.freeze(fast, rows(6, device), rows(6, device))
+    for tokens in (6, 3):
+        frozen(rows(tokens, device), rows(tokens, device))
+    static = frozen.static_inputs(6)
+    for call in (frozen, frozen, fast):
+        for pick in (
+            lambda x, y: (x[3:], y[:3]),
+            lambda x, y: (y[1:4], x[2:5]),
+            lambda x, y: (x[:3].flip(0), x[:3]),
+            lambda x, y: (x, y.t().contiguous().t()),
+            lambda x, y: (y, x),
+        ):
+            static["x"].copy_(rows(6, device)), static["y"].copy_(rows(6, device))
+            x, y = pick(static["x"], static["y"])
+            wanted = model(x.clone(), y.clone())
+            assert_same(call(x, y), wanted)

@@ -66,6 +66,7 @@ class Frozen:
     def __init__(self, compiled: Any, leaves: Sequence[Any], structure: Any, trace: FrozenTrace) -> None:
         self._compiled, self._structure, self._trace = compiled, structure, trace
         self._example = tuple(leaves)
+        self._device_type = trace.runtime.program.device.type
         self._names = leaf_names(compiled, structure, len(leaves))
         self._flat_forms: set[Hashable] = set()
         self._constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
@@ -73,7 +74,6 @@ class Frozen:
         self._unread = tuple(
             (i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in inputs
         )
-        self._handed: tuple[dict[str, Tensor], ...] = ()  # by static_inputs
         self._calls: dict[Hashable, FrozenCall] = {}
         model = getattr(compiled, "_model", None) or _torch.original_callable(compiled)
         self._module = model if isinstance(model, torch.nn.Module) else None
@@ -87,8 +87,6 @@ class Frozen:
         known = (len(args), *kwargs) in self._flat_forms
         leaves = [*args, *kwargs.values()] if known else self._learn(args, kwargs)
         tensors = [leaves[index] for index, _ in self._trace.inputs]
-        if self._handed:
-            tensors = self._apart(tensors)
         context = get_forward_context()
         try:
             key = (*[tensor.shape for tensor in tensors], context.full_graph, context.graph_key)
@@ -116,20 +114,8 @@ class Frozen:
         replay = self._trace.runtime.replay_for(num_tokens, context)
         if replay is None:
             raise FreezeError.not_captured(num_tokens)
-        views = replay.bound.copy_in.views()
-        found = {self._names[leaf]: views[index] for leaf, index in self._trace.inputs}
-        self._handed += (found,)
-        return found
-
-    def _apart(self, tensors: Sequence[Any]) -> list[Any]:
-        """Copies of what lies in a static input and is not that input: inputs are written one by one."""
-        memory = {_torch.storage_id(view) for handed in self._handed for view in handed.values()}
-        found = []
-        for (leaf, _), tensor in zip(self._trace.inputs, tensors, strict=True):
-            mine = any(handed[self._names[leaf]] is tensor for handed in self._handed)
-            shares = isinstance(tensor, Tensor) and _torch.storage_id(tensor) in memory
-            found.append(tensor.clone() if shares and not mine else tensor)
-        return found
+        views = replay.bound.copy_in.views
+        return {self._names[leaf]: views[index] for leaf, index in self._trace.inputs}
 
     def rebind(self) -> None:
         """Take the model as it is now: after weights were replaced rather than written in place.
@@ -158,7 +144,7 @@ class Frozen:
         """Refuse what the trace does not cover, besides shapes (Note [What a frozen call still checks])."""
         if torch.is_grad_enabled():
             raise FreezeError.grad_enabled()
-        if torch.is_autocast_enabled(self._trace.runtime.program.device.type):
+        if torch.is_autocast_enabled(self._device_type):
             raise FreezeError.autocast()
         if self._module is not None and self._module.training != self._training:
             raise FreezeError.training_changed(self._training)

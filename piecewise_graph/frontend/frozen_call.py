@@ -44,7 +44,8 @@ class FrozenCall:
         self._runtime, self._replay = runtime, replay
         self._generation, self._device = runtime.generation, runtime.program.device
         self._kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
-        views, expanded = copies.views(), dict(copies.expanded)
+        self._copies, (self._low, self._end) = copies, copies.bounds
+        views, expanded = copies.views, dict(copies.expanded)
         self._views = [views[index] for index in inputs]
         self._expanded = frozenset(place for place, index in enumerate(inputs) if index in expanded)
         launches = self._device.type == "cuda" and not self._expanded
@@ -56,13 +57,19 @@ class FrozenCall:
         self._remake = _remake_like(made, replay.bound.outputs) or rebuild
 
     def run(self, tensors: Sequence[Tensor], context: ForwardContext) -> Any:
-        """Replay; MISS where a capture came since, or the inputs, whose shapes fit, are of another kind."""
+        """Replay; MISS where a capture came since, or the inputs, whose shapes fit, are of another kind.
+
+        An input that lies in a buffer of another one is of another kind too.
+        """
         if self._generation != self._runtime.generation or capturing_elsewhere(self._device):
             return MISS
         foreign = [place for place, view in enumerate(self._views) if tensors[place] is not view]
         for place in foreign:
-            dtype, device = self._kinds[place]
-            if tensors[place].dtype is not dtype or tensors[place].device != device:
+            tensor, (dtype, device) = tensors[place], self._kinds[place]
+            if tensor.dtype is not dtype or tensor.device != device:
+                return MISS
+            in_buffers = self._low <= tensor.data_ptr() < self._end  # not asked of the copies: each us counts
+            if in_buffers and not self._copies.is_apart(tensor, self._views[place]):
                 return MISS
         with self._pool.using() as nested:
             if nested:

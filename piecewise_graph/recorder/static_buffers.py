@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -90,16 +91,41 @@ class InputCopies:
     expanded: tuple[tuple[int, Tensor], ...]
     padding: list[Tensor]
 
+    @cached_property
     def views(self) -> dict[int, Tensor]:
         """Where each copied argument goes, by its index."""
         return dict(zip(self.indices, self.destinations, strict=True)) | dict(self.expanded)
 
+    @cached_property
+    def bounds(self) -> tuple[int, int]:
+        """Addresses of the first byte of all buffers and of the first byte behind them."""
+        memory = [view.untyped_storage() for view in self.views.values()]
+        starts = [storage.data_ptr() for storage in memory]
+        ends = [start + storage.nbytes() for start, storage in zip(starts, memory, strict=True)]
+        return min(starts, default=0), max(ends, default=0)
+
+    @cached_property
+    def _storages(self) -> frozenset[int]:
+        return frozenset(map(_torch.storage_id, self.views.values()))
+
+    def is_apart(self, tensor: Tensor, destination: Tensor) -> bool:
+        """`tensor` is `destination`, or lies in none of the buffers, which are written one by one."""
+        low, end = self.bounds
+        if not low <= tensor.data_ptr() < end:
+            return True
+        is_same = tensor.data_ptr() == destination.data_ptr() and tensor.stride() == destination.stride()
+        return is_same or _torch.storage_id(tensor) not in self._storages
+
     def fill(self, args: Sequence[Any]) -> None:
         """Copy in, then zero the tail: zeros are legal indices, and they keep NaN out of padded ops."""
+        given = {
+            index: args[index] if self.is_apart(args[index], view) else args[index].clone()
+            for index, view in self.views.items()
+        }
         if self.destinations:
-            torch._foreach_copy_(self.destinations, [args[index] for index in self.indices])
+            torch._foreach_copy_(self.destinations, [given[index] for index in self.indices])
         for index, destination in self.expanded:
-            overwrite(destination, args[index])
+            overwrite(destination, given[index])
         if self.padding:
             torch._foreach_zero_(self.padding)
 
