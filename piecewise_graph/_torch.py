@@ -144,6 +144,27 @@ def assigned_attributes() -> frozenset[str]:
     return frozenset(found)
 
 
+def changed_objects() -> tuple[str, ...]:
+    """Source texts of the caller's objects that the traced code changes in Python, such as `L['self']`.
+
+    Dynamo makes these changes after every call of its graph. Left out are globals (transformers sets a
+    context variable, and sets it back), and the containers of `*args` and `**kwargs`.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+
+    code = current_root_code()
+    if code is None:
+        return ()
+    effects = InstructionTranslator.current_tx().output.side_effects
+    of_call = {f"L['{name}']" for name in code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]}
+    made_here = (AttributeMutationNew, ValueMutationNew)
+    given = [item for item in effects.id_to_variable.values() if item.source is not None]
+    changed = [x for x in given if not isinstance(x.mutation_type, made_here) and effects.is_modified(x)]
+    texts = {_source_text(item.source) for item in changed}
+    return tuple(sorted(text for text in texts - of_call if text.startswith("L[")))
+
+
 def _source_text(source: Any) -> str:
     return source.name if isinstance(source.name, str) else source.name()
 

@@ -414,6 +414,11 @@ class FreezeError(PiecewiseError):
         return cls(what, "call the compiled model itself, which checks such values at every call.")
 
     @classmethod
+    def changes_objects(cls, changed: Sequence[str]) -> FreezeError:
+        what = f"the forward changes {', '.join(changed)} in Python, which a replay leaves out."
+        return cls(what, "call the compiled model itself, or write tensors in place instead.")
+
+    @classmethod
     def one_token(cls) -> FreezeError:
         what = "the model does something else with one token than with several."
         return cls(what, "freeze another callable with an example of one token.")

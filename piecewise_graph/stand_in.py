@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from piecewise_graph import _torch
@@ -32,5 +33,7 @@ class StandIn:
         self.owned_bytes = sum(size for storage, size in owned.items() if storage not in given)
 
     def __call__(self) -> None:
-        for output, value in zip(self._outputs, self._run(*self._inputs), strict=True):
-            overwrite(output, value)
+        made = self._run(*self._inputs)
+        with torch.inference_mode():  # only there may outputs be written that were made there
+            for output, value in zip(self._outputs, made, strict=True):
+                overwrite(output, value)

@@ -166,6 +166,41 @@ def test_graphs_are_captured_once_and_again_after_a_reset(speculator: Speculator
         assert pg.counters.snapshot()["phase_replays"] - before >= rounds
 
 
+class Counts(torch.nn.Module):
+    """Changes itself in Python, or not."""
+
+    def __init__(self, changes: bool) -> None:
+        super().__init__()
+        self.changes, self.calls = changes, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.changes:
+            self.calls = self.calls + 1
+        return x * 2 + 1
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_forward_that_cannot_be_frozen_is_called_compiled(
+    changes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Counts(changes)
+    options = {"compiler": "eager", "pool": pg.GraphPool()}
+    forward = Forward(model, {"x": 0}, [4], options, outputs="copy")
+    with torch.no_grad():
+        for _ in range(3):
+            before, x = model.calls, torch.randn(4, 3)
+            torch.testing.assert_close(forward("piecewise", None, x=x), x * 2 + 1)
+    assert model.calls == before + changes
+    assert ("Counts is called with Dynamo's checks" in caplog.text) is changes
+
+
+def test_the_models_of_a_loop_are_frozen(speculator: Speculator, caplog: pytest.LogCaptureFixture) -> None:
+    pg.reset()
+    for shape in (CHAIN, TREE):
+        speculator.generate(prompts(), max_new_tokens=4, shape=shape)
+    assert "Dynamo's checks" not in caplog.text
+
+
 def test_generate_command_prints_text_times_and_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["generate", "--model", TARGET, "--draft", HEAD, "--steps", "2", "--max-new-tokens", "16"]
     assert main([*asked, "--compiler", "eager", "--prompt", TEXTS[0]]) == 0

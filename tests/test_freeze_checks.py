@@ -163,3 +163,61 @@ def test_a_part_of_a_static_input_moves_within_it(device: torch.device) -> None:
             x, y = pick(static["x"], static["y"])
             wanted = model(x.clone(), y.clone())
             assert_same(call(x, y), wanted)
+
+
+class Counting(nn.Module):
+    """Changes objects of the caller in Python; the last result is a tensor among them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls, self.log = how, 0, [0]
+        self.last: Tensor | None = None
+        self.blocks = Blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks(x)
+        made = {"y": y}
+        made["z"] = y * 2  # an object of its own
+        if self.how == "a number":
+            self.calls = self.calls + 1
+        elif self.how == "a tensor":
+            self.last = made["z"]
+        elif self.how == "a list":
+            self.log.append(1)
+        return made["y"]
+
+
+@pytest.mark.parametrize("how", ["a number", "a tensor", "a list"])
+def test_a_forward_that_changes_objects_is_not_frozen(how: str, device: torch.device) -> None:
+    model = Counting(how).to(device)
+    fast = compiled(model)
+    for _ in range(2):
+        assert_same(fast(x := rows(4, device)), model.blocks(x))
+    if how == "a tensor":
+        assert model.last is not None
+        assert_same(model.last, model.blocks(x) * 2)
+    with pytest.raises(FreezeError, match=r"changes self\b.* in Python"):
+        pg.freeze(fast, rows(4, device))
+
+
+def test_a_forward_that_changes_its_own_objects_is_frozen(device: torch.device) -> None:
+    model = Counting("nothing").to(device)
+    frozen = pg.freeze(compiled(model), rows(4, device))
+    assert_same(frozen(x := rows(3, device)), model(x))
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("second", [torch.no_grad, torch.inference_mode])
+def test_captured_in_one_mode_and_called_in_another(
+    first: Callable[[], Any], second: Callable[[], Any], device: torch.device
+) -> None:
+    model = Blocks().to(device)
+    with first():
+        fast = compiled(model)
+        frozen = pg.freeze(fast, rows(4, device))
+        frozen(rows(4, device))
+    with second():
+        for tokens in (4, 4, 3, 1):
+            x = rows(tokens, device)
+            assert_same(frozen(x), model(x))
+            assert_same(fast(x), model(x))

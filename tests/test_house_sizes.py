@@ -14,7 +14,7 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 500,
-    "_torch": 610,
+    "_torch": 630,
     "rules": 790,
     "claims": 430,
     "proof": 350,
@@ -72,17 +72,17 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1417,
+    "beside": 1437,
     "kernels": 434,
-    "splitter": 813,
+    "splitter": 820,
     "analysis": 1553,
     "compiler": 1213,
-    "recorder": 979,
+    "recorder": 983,
     "runtime": 870,
     "inspection": 949,
-    "frontend": 897,
+    "frontend": 899,
     "custom_ops": 3218,
-    "eagle": 2968,
+    "eagle": 2976,
     "bench": 645,
     "cli": 703,
 }

@@ -129,6 +129,9 @@ def test_attributes_that_the_traced_code_assigns_are_named() -> None:
     seen = trace(Model(), torch.ones(3), look=lambda gm: _torch.assigned_attributes()).seen
     assert set().union(*seen) == {"L['self'].state"}
     assert _torch.assigned_attributes() == frozenset()
+    found = trace(Model(), torch.ones(3), look=lambda gm: _torch.changed_objects()).seen
+    assert set().union(*found) == {"L['self']"}
+    assert _torch.changed_objects() == ()
 
 
 def test_shape_env_is_found_where_a_graph_gets_sizes_alone() -> None:

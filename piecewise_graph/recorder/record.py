@@ -158,6 +158,12 @@ class _Recording:
 
 
 def _poisoner(tensor: Tensor) -> Callable[[], Any]:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return lambda: tensor.fill_(float("nan"))
-    return lambda: tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
+    floats = tensor.is_floating_point() or tensor.is_complex()
+    is_bool = tensor.dtype == torch.bool
+    value = float("nan") if floats else True if is_bool else torch.iinfo(tensor.dtype).max
+
+    def poison() -> None:
+        with torch.inference_mode():  # as StandIn does
+            tensor.fill_(value)
+
+    return poison

@@ -7,6 +7,7 @@ Mode `piecewise` runs the phase's own lines on the host and every forward in it 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -17,6 +18,8 @@ import piecewise_graph as pg
 from piecewise_graph.custom_ops.attention import AttentionBatch
 
 from ..options import EAGER, FULL, PIECEWISE
+
+log = logging.getLogger(__name__)
 
 
 class Forward:
@@ -96,8 +99,15 @@ class Forward:
         self._pool.join(inputs[next(iter(inputs))].device, self)
         self._captured.add(rows)
         if self._frozen is None:
+            self._frozen = self._try_to_freeze(batch, inputs)
+
+    def _try_to_freeze(self, batch: AttentionBatch | None, inputs: Mapping[str, Tensor]) -> Any:
+        try:
             with pg.forward_context(attention=batch):
-                self._frozen = pg.freeze(self._compiled, **inputs)
+                return pg.freeze(self._compiled, **inputs)
+        except pg.errors.FreezeError as error:
+            log.warning("%s is called with Dynamo's checks: %s", type(self.module).__name__, error)
+            return None
 
     def drop_graphs(self) -> None:
         """Called by the pool: the next piecewise calls capture again."""
