@@ -37,7 +37,8 @@ REMEDIES = {
     "op_not_capturable": "register the op with capturable=True, if it may be captured",
     "over_budget": "raise max_graph_bytes, or choose fewer or smaller capture_sizes",
     "random_numbers": "call model.eval(), or draw the numbers outside and pass them in",
-    "second_dynamic_dimension": "flatten requests to [1, tokens], or keep the batch size the same",
+    "second_dynamic_dimension": "flatten requests to [1, tokens], or keep the batch size the same; make a "
+    "slice of columns contiguous",
     "splitting_op_inside_higher_order_op": "call the op outside of checkpoint, cond, map and the like",
     "tensor_subclass": "pass plain tensors, and load plain weights",
     "writes_an_input": "return the new value, or write a buffer of the module in a splitting op",

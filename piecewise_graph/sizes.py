@@ -33,6 +33,11 @@ class TensorSpec:
         stride = tuple(_torch.expression(step) for step in tensor.stride())
         return cls(tensor.dtype, tensor.device, shape, stride)
 
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        """Of its sizes and strides."""
+        return set().union(*(size.free_symbols for size in (*self.shape, *self.stride)))
+
     def token_dims(self, token: sympy.Symbol | None) -> tuple[int, ...]:
         """Dimensions that are exactly the token count: those that can be narrowed."""
         return tuple(dim for dim, size in enumerate(self.shape) if size == token)

@@ -72,9 +72,9 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1437,
+    "beside": 1441,
     "kernels": 434,
-    "splitter": 820,
+    "splitter": 824,
     "analysis": 1553,
     "compiler": 1213,
     "recorder": 983,

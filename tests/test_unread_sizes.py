@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from toys import assert_same, compiled, ops, rows
+from toys import assert_same, compiled, fallbacks, ops, rows
 
 import piecewise_graph as pg
 
@@ -118,3 +118,22 @@ def test_models_of_several_widths_can_be_frozen(device: torch.device) -> None:
                 assert_same(fast(x), model(x))
         with pytest.raises(pg.errors.FreezeError, match=f"size {width} in dimension 1"):
             frozen(torch.randn(4, width + 1, device=device))
+
+
+VIEWS: dict[str, Callable[[int, torch.device], torch.Tensor]] = {
+    "later rows": lambda count, device: rows(count + 3, device)[3:],
+    "rows from anywhere": lambda count, device: rows(2 * count, device)[count % 3 : count % 3 + count],
+    "transposed": lambda count, device: rows(count, device).T.contiguous().T,
+    "columns": lambda count, device: rows(count, device)[:, :6],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_larger_tensors(name: str, device: torch.device) -> None:
+    """Where a view begins is no size of the trace; how far its rows are apart is one."""
+    torch._dynamo.reset()  # else Dynamo knows that the layouts of this code's argument vary
+    fast = compiled(lambda x: ops.mix(x * 2) + x, token_dim={"x": 0})
+    for tokens in (8, 5, 7, 5, 1, 6, 2):
+        x = VIEWS[name](tokens, device)
+        assert_same(fast(x), ops.mix(x * 2) + x)
+    assert set(fallbacks(fast)) == ({"second_dynamic_dimension"} if name == "columns" else set())

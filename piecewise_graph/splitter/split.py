@@ -153,6 +153,9 @@ class _Lowering:
         self.slots: dict[Node, int] = {}
         self.symbols: set[sympy.Symbol] = set()
         self.assigned = _torch.assigned_attributes()
+        values = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
+        specs = [TensorSpec.of(value) for value in values if isinstance(value, Tensor)]
+        self.in_layouts = set().union(*(spec.symbols for spec in specs))
 
     def run(self) -> SplitGraph:
         nodes = list(self.gm.graph.nodes)
@@ -191,7 +194,9 @@ class _Lowering:
         stays = of_module and source not in self.assigned  # else every call brings another tensor
         bound = stays or merged or constant is not None or isinstance(value, torch.nn.Parameter)
         size = _torch.expression(value) if isinstance(value, torch.SymInt) else None
-        symbol = size if size is not None and size.is_Symbol else None
+        # Where a view begins in its storage is an argument that nothing reads, and that a copy does not have.
+        is_read = bool(node.users) or size in self.in_layouts
+        symbol = size if size is not None and size.is_Symbol and is_read else None
         spec = self.specs[self._add_slot(node, value)]
         self.symbols.update([symbol] if symbol is not None else ())
         self.symbols.update(*(size.free_symbols for size in (spec.shape if spec is not None else ())))
