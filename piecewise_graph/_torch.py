@@ -160,9 +160,21 @@ def changed_objects() -> tuple[str, ...]:
     of_call = {f"L['{name}']" for name in code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]}
     made_here = (AttributeMutationNew, ValueMutationNew)
     given = [item for item in effects.id_to_variable.values() if item.source is not None]
-    changed = [x for x in given if not isinstance(x.mutation_type, made_here) and effects.is_modified(x)]
+    changed = [x for x in given if not isinstance(x.mutation_type, made_here) and _is_changed(x, effects)]
     texts = {_source_text(item.source) for item in changed}
     return tuple(sorted(text for text in texts - of_call if text.startswith("L[")))
+
+
+def _is_changed(item: Any, effects: Any) -> bool:
+    """An attribute that gets the constant that it has, at the end of the trace, is not changed."""
+    assigned, missing = effects.store_attr_mutations.get(item), object()
+    if not assigned:
+        return bool(effects.is_modified(item))
+    for name, value in assigned.items():
+        now = getattr(getattr(item, "value", None), name, missing)
+        if not value.is_python_constant() or repr(value.as_python_constant()) != repr(now):
+            return True
+    return False
 
 
 def _source_text(source: Any) -> str:
@@ -587,13 +599,11 @@ def capturing() -> bool:
 
 
 def stream_address(device: torch.device) -> int:
-    """Tells the caller's stream from others; ten times cheaper than comparing stream objects."""
+    """Tells the caller's stream from others (0 is CUDA's legacy default stream).
+
+    It is ten times cheaper than comparing stream objects.
+    """
     return torch._C._cuda_getCurrentRawStream(device.index or 0)
-
-
-def on_default_stream(device: torch.device) -> bool:
-    """The caller is on CUDA's legacy default stream."""
-    return stream_address(device) == 0
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:

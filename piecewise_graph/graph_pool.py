@@ -129,8 +129,11 @@ class GraphPool:
             current.wait_stream(self._stream)
 
     def run_off_default_stream(self, calls: Iterable[Callable[[], Any]]) -> None:
-        """Make `calls` in order, ordered with the caller's stream (Note [Off the default stream])."""
-        if self._device is None or self._stream is None or not _torch.on_default_stream(self._device):
+        """Make `calls` in order, inside `using()`, ordered with the caller's stream.
+
+        See Note [Off the default stream].
+        """
+        if self._stream is None or self._turns.address != 0:
             for call in calls:
                 call()
             return

@@ -14,7 +14,7 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 500,
-    "_torch": 630,
+    "_torch": 640,
     "rules": 790,
     "claims": 430,
     "proof": 350,
@@ -72,15 +72,15 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1441,
-    "kernels": 434,
+    "beside": 1448,
+    "kernels": 435,
     "splitter": 824,
     "analysis": 1553,
     "compiler": 1213,
-    "recorder": 983,
+    "recorder": 977,
     "runtime": 870,
     "inspection": 949,
-    "frontend": 899,
+    "frontend": 900,
     "custom_ops": 3218,
     "eagle": 2976,
     "bench": 645,

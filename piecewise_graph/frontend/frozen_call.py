@@ -44,7 +44,7 @@ class FrozenCall:
         self._runtime, self._replay = runtime, replay
         self._generation, self._device = runtime.generation, runtime.program.device
         self._kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
-        self._copies, (self._low, self._end) = copies, copies.bounds
+        self._copies, self._memory = copies, copies.memory
         views, expanded = copies.views, dict(copies.expanded)
         self._views = [views[index] for index in inputs]
         self._expanded = frozenset(place for place, index in enumerate(inputs) if index in expanded)
@@ -68,9 +68,10 @@ class FrozenCall:
             tensor, (dtype, device) = tensors[place], self._kinds[place]
             if tensor.dtype is not dtype or tensor.device != device:
                 return MISS
-            in_buffers = self._low <= tensor.data_ptr() < self._end  # not asked of the copies: each us counts
-            if in_buffers and not self._copies.is_apart(tensor, self._views[place]):
-                return MISS
+            address = tensor.data_ptr()
+            for low, end in self._memory:  # each microsecond counts here
+                if low <= address < end and not self._copies.is_apart(tensor, self._views[place]):
+                    return MISS
         with self._pool.using() as nested:
             if nested:
                 return MISS

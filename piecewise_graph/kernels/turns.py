@@ -28,12 +28,16 @@ class Turns:
 
     Args:
         address_of: device -> the address of the caller's stream there.
+
+    Attributes:
+        address: of the stream whose turn it is; 0 is CUDA's legacy default stream.
     """
 
-    __slots__ = ("__weakref__", "_address_of", "_depth", "_device", "_last", "lock")
+    __slots__ = ("__weakref__", "_address_of", "_depth", "_device", "_last", "address", "lock")
 
     def __init__(self, address_of: Callable[[torch.device], int]) -> None:
         self._address_of = address_of
+        self.address = 0
         self.lock = threading.RLock()
         self._depth = 0
         self._device: torch.device | None = None
@@ -64,13 +68,13 @@ class Turns:
 
     def _follow(self, device: torch.device) -> None:
         """See Note [Callers on several streams]."""
-        address, last = self._address_of(device), self._last
-        if (last is not None and last[0] == address) or torch.cuda.is_current_stream_capturing():
+        self.address, last = self._address_of(device), self._last
+        if (last is not None and last[0] == self.address) or torch.cuda.is_current_stream_capturing():
             return
         current = torch.cuda.current_stream(device)
         if last is not None:
             current.wait_stream(last[1])
-        self._last = address, current
+        self._last = self.address, current
 
     def after_fork(self) -> None:
         """In the child. The thread that forked may itself be inside, and goes on."""

@@ -97,24 +97,17 @@ class InputCopies:
         return dict(zip(self.indices, self.destinations, strict=True)) | dict(self.expanded)
 
     @cached_property
-    def bounds(self) -> tuple[int, int]:
-        """Addresses of the first byte of all buffers and of the first byte behind them."""
-        memory = [view.untyped_storage() for view in self.views.values()]
-        starts = [storage.data_ptr() for storage in memory]
-        ends = [start + storage.nbytes() for start, storage in zip(starts, memory, strict=True)]
-        return min(starts, default=0), max(ends, default=0)
-
-    @cached_property
-    def _storages(self) -> frozenset[int]:
-        return frozenset(map(_torch.storage_id, self.views.values()))
+    def memory(self) -> tuple[tuple[int, int], ...]:
+        """(address of the first byte, address behind the last one) of every buffer."""
+        storages = [view.untyped_storage() for view in self.views.values()]
+        return tuple((each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages)
 
     def is_apart(self, tensor: Tensor, destination: Tensor) -> bool:
         """`tensor` is `destination`, or lies in none of the buffers, which are written one by one."""
-        low, end = self.bounds
-        if not low <= tensor.data_ptr() < end:
+        address = tensor.data_ptr()
+        if not any(low <= address < end for low, end in self.memory):
             return True
-        is_same = tensor.data_ptr() == destination.data_ptr() and tensor.stride() == destination.stride()
-        return is_same or _torch.storage_id(tensor) not in self._storages
+        return address == destination.data_ptr() and tensor.stride() == destination.stride()
 
     def fill(self, args: Sequence[Any]) -> None:
         """Copy in, then zero the tail: zeros are legal indices, and they keep NaN out of padded ops."""
