@@ -158,10 +158,14 @@ def test_overlap_changes_no_token_and_no_statistics(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_overlap_costs_a_request_one_round_at_most(graphs: Speculator, shape: DraftShape) -> None:
-    """None where its length ends it, one where a token does: that is known one round late."""
+    """None where its length ends it, one where a token does: that is known one round late.
+
+    A GPU that is quicker than the host may have sent the token before the next round is launched.
+    """
+    least = 0 if torch.cuda.is_available() else 1
     [prompt] = small_prompts([6])
     tokens = lone_tokens(tuple(prompt), HOW[0], PLAIN, 30)
-    for count, stop, wasted in ((12, (), (0, 1)), (30, (tokens[8],), (1, 1))):
+    for count, stop, wasted in ((12, (), (0, 1)), (30, (tokens[8],), (least, 1))):
         rounds = {}
         for overlap in (False, True):
             before = pg.counters.snapshot()["phase_replays"]
