@@ -4,13 +4,13 @@
     python -m benchmarks.bench_capture --old OLD --turns 3   # an earlier commit's installed copy takes turns
 
 OLD is a folder that holds `benchmarks/` and an installed copy of the project (`pip install --target OLD .`).
-Each turn is a process of its own with the same model; what Inductor compiled, the next process finds.
+Each turn is a process of its own with the same model; what Inductor compiled, the next process finds. Figures
+are written after every turn.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.compare_child import emit, parse  # a child imports its own commit's
+
 LIMIT_S, LIMIT_GIB = 0.5, 0.3
-_MARK = "@row "
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -83,8 +84,7 @@ def in_process(folder: Path, cache: str, options: Sequence[str]) -> dict[str, An
     }
     command = [sys.executable, __file__, "--child", *options]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    row: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+    (row,) = parse(done.stdout)
     return row
 
 
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     if options.child:
-        print(_MARK + json.dumps(measured(options.shape, options.compiler, options.max_tokens)), flush=True)
+        emit(**measured(options.shape, options.compiler, options.max_tokens))
         return 0
     from benchmarks.common import without_out
 
@@ -120,8 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def compare(options: argparse.Namespace, command: str) -> None:
-    """Processes in turns, then the results file."""
-    from benchmarks.common import Mark, table, write  # of this commit; a child imports its own
+    """Processes in turns."""
+    from benchmarks.common import table
 
     child = [
         "--shape",
@@ -134,11 +134,19 @@ def compare(options: argparse.Namespace, command: str) -> None:
     sides = {"old": options.old, "new": _ROOT} if options.old else {"new": _ROOT}
     turns: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as cache:
-        for side, folder in sides.items():  # compiles; not counted
-            in_process(folder.resolve(), f"{cache}/{side}", child)
         for _ in range(options.turns):
             for side, folder in sides.items():
                 turns[side].append(in_process(folder.resolve(), f"{cache}/{side}", child))
+            rows = _report(turns, options, command)
+    print(table(rows, ("side", "capture_s", "pool_bytes", "buffer_bytes", "beside_graphs_bytes")))
+
+
+def _report(
+    turns: Mapping[str, Sequence[Mapping[str, Any]]], options: argparse.Namespace, command: str
+) -> list[dict[str, Any]]:
+    """Write the rows and marks of the turns so far."""
+    from benchmarks.common import Mark, write
+
     names = dict(zip(("old", "new"), options.names.split(","), strict=True))
     rows = [{"side": side, "commit": names[side], **medians(found)} for side, found in turns.items()]
     new = rows[-1]
@@ -147,8 +155,8 @@ def compare(options: argparse.Namespace, command: str) -> None:
         Mark(f"{name}, seconds of pg.capture", new["capture_s"], LIMIT_S),
         Mark(f"{name}, GiB beside the graphs", new["beside_graphs_bytes"] / 2**30, LIMIT_GIB),
     ]
-    write(options.out, command, rows, marks)
-    print(table(rows, ("side", "capture_s", "pool_bytes", "buffer_bytes", "beside_graphs_bytes")))
+    write(options.out, command, rows, marks, report=False)
+    return rows
 
 
 if __name__ == "__main__":
