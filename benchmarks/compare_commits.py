@@ -5,7 +5,8 @@
 Both are folders that hold `benchmarks/` and an installed copy of the project (`pip install --target OLD .`).
 A process of one and a process of the other take turns, three each. Every figure of the new commit is held
 against the old one: the ratio of medians has to be at most 1.02, or within the spread that the old commit
-shows against itself.
+shows against itself. A run that was cut short keeps the turns that it has; `--resume` makes the others, on
+the same machine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, Mark, table, write
+from benchmarks.common import RESULTS, Mark, environment, table, write
 
 LIMIT = 1.02
 Figures = dict[str, float]
@@ -99,6 +100,22 @@ def measure(folder: Path, runs: Mapping[str, str], results: Path) -> Figures:
     return found
 
 
+def turns_of(path: Path, names: Mapping[str, str]) -> tuple[list[Figures], list[Figures]]:
+    """The turns that a results file of the same commits holds, of the old commit and of the new one.
+
+    Raises:
+        SystemExit: the file is of other commits, or of another machine.
+    """
+    found = json.loads(path.read_text())
+    head, *rows = found["rows"]
+    if {name: head[name] for name in names} != names or found["env"] != environment():
+        raise SystemExit(f"{path} holds another comparison: choose another --out, or leave out --resume.")
+    sides = [[row[f"{side}_turns"] for row in rows] for side in ("old", "new")]
+    figures = [row["figure"] for row in rows]
+    old, new = ([dict(zip(figures, turn, strict=True)) for turn in zip(*side, strict=True)] for side in sides)
+    return old, new
+
+
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -106,17 +123,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--new", type=Path, required=True)
     parser.add_argument("--names", default="old,new", help="commits, for the results file")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--resume", action="store_true", help="make the turns that --out does not hold yet")
     parser.add_argument("--benchmarks", default=",".join(_RUNS))
     parser.add_argument("--options", default="", help="given to every benchmark after its own")
     parser.add_argument("--out", type=Path, default=RESULTS / "compare_commits.json")
     options = parser.parse_args(given)
     runs = {name: f"{_RUNS[name]} {options.options}" for name in options.benchmarks.split(",")}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    old: list[Figures] = []
-    new: list[Figures] = []
     rows: list[dict[str, Any]] = []
     names = dict(zip(("old_commit", "new_commit"), options.names.split(","), strict=True))
-    for _ in range(options.turns):
+    old, new = turns_of(options.out, names) if options.resume else ([], [])
+    while len(new) < options.turns:
         old.append(measure(options.old.resolve(), runs, options.out.resolve().parent))
         new.append(measure(options.new.resolve(), runs, options.out.resolve().parent))
         rows, marks = compared(old, new)

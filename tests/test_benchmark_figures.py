@@ -34,3 +34,16 @@ def test_trust(tmp_path: Path) -> None:
     faults = {"kind": "faults", "failures": 1, "errors": 1}
     lost = found["rows"][0] | {"rows": 1, "failed": [0]}
     assert [mark.value for mark in benchmark.marks_of([lost, faults], 2)] == [1, 1, 2]
+
+
+def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    benchmark = importlib.import_module("benchmarks.compare_commits")
+    common = importlib.import_module("benchmarks.common")
+    names, out = {"old_commit": "a", "new_commit": "b"}, tmp_path / "out.json"
+    old, new = [{"x": 1.0, "y": 4.0}, {"x": 1.1, "y": 4.0}], [{"x": 1.05, "y": 5.0}, {"x": 1.05, "y": 5.0}]
+    rows, marks = benchmark.compared(old, new)
+    common.write(out, "command", [{**names, "turns": 2}, *rows], marks, report=False)
+    assert benchmark.turns_of(out, names) == (old, new)
+    assert [mark.value <= mark.limit for mark in marks] == [True, False]
+    with pytest.raises(SystemExit, match="holds another comparison"):
+        benchmark.turns_of(out, names | {"new_commit": "c"})
