@@ -76,7 +76,7 @@ BUDGETS = {
     "kernels": 435,
     "splitter": 824,
     "analysis": 1553,
-    "compiler": 1213,
+    "compiler": 1214,
     "recorder": 977,
     "runtime": 870,
     "inspection": 949,

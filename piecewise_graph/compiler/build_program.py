@@ -47,6 +47,7 @@ def build_program(
     reason = _keeps_whole(gm, example_inputs)
     if reason is not None:
         return reason
+    is_whole = _torch.takes_all_sizes(gm)  # asked before segments are compiled, which may add sizes
     merged, merge = merge_linears(gm, example_inputs) if config.merge_linears else (gm, Merge())
     try:
         proved = prove_padding(
@@ -64,7 +65,7 @@ def build_program(
     segments = compile_split(graph, config.compiler, compiled, config.cache_dir, proved.keys, proved.facts)
     writes = _writes_arguments(graph, segments)
     token = graph.symbols[0] if len(graph.symbols) == 1 else None
-    contract = _contract(gm, graph)
+    contract = _contract(gm, graph, is_whole)
     program = Program(
         graph,
         segments,
@@ -124,7 +125,7 @@ def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
     return "autocast" if any(map(torch.is_autocast_enabled, kinds)) else None
 
 
-def _contract(gm: GraphModule, graph: SplitGraph) -> ShapeContract:
+def _contract(gm: GraphModule, graph: SplitGraph, is_whole: bool) -> ShapeContract:
     shape_env = _torch.shape_env_of(gm)
     symbolic = _symbolic_dims(gm)
     dims = [
@@ -146,7 +147,7 @@ def _contract(gm: GraphModule, graph: SplitGraph) -> ShapeContract:
         tuple(guard for guard in guards if guard.free_symbols <= set(known)),
         tuple(relaxed_range(_torch.value_range(shape_env, symbol)) for symbol in known),
         tuple(given.name for given in graph.inputs),
-        _torch.takes_all_sizes(gm),
+        is_whole,
     )
 
 
