@@ -60,8 +60,11 @@ def takes_all_sizes(gm: GraphModule) -> bool:
     which no forward asks for.
     """
     from torch._dynamo.source import TensorProperty
+    from torch._guards import TracingContext
 
-    shape_env = shape_env_of(gm)
+    context = TracingContext.try_get()
+    fake_mode = context.fake_mode if context is not None else None
+    shape_env = fake_mode.shape_env if fake_mode is not None else None  # a graph that takes nothing has none
     if shape_env is None:
         return True
     arguments = [node.meta.get("grapharg") for node in gm.graph.nodes if node.op == "placeholder"]

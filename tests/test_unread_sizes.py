@@ -120,6 +120,35 @@ def test_models_of_several_widths_can_be_frozen(device: torch.device) -> None:
             frozen(torch.randn(4, width + 1, device=device))
 
 
+def unchanged(x: torch.Tensor) -> Any:
+    return (x.flip(-1), 1) if x.shape[0] % 2 == 0 else (x, 2)
+
+
+def test_a_branch_that_leaves_no_graph(device: torch.device) -> None:
+    fast = compiled(unchanged, token_dim={"x": 0})
+    for tokens in (5, 8, 3, 1, 4, 2):
+        x = rows(tokens, device)
+        (found, which), (wanted, expected) = fast(x), unchanged(x)
+        assert_same(found, wanted)
+        assert which == expected
+
+
+def test_one_token_after_a_parameter_was_replaced(device: torch.device) -> None:
+    layer = torch.nn.Linear(8, 8, device=device)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        return y * 3 if x.shape[0] == 1 else y
+
+    fast = compiled(model, token_dim={"x": 0})
+    for _ in range(3):
+        for tokens in (6, 1, 1, 4):
+            assert_same(fast(x := rows(tokens, device)), model(x))
+        layer.weight = torch.nn.Parameter(torch.randn_like(layer.weight))
+        for tokens in (1, 1, 5, 1):
+            assert_same(fast(x := rows(tokens, device)), model(x))
+
+
 VIEWS: dict[str, Callable[[int, torch.device], torch.Tensor]] = {
     "later rows": lambda count, device: rows(count + 3, device)[3:],
     "rows from anywhere": lambda count, device: rows(2 * count, device)[count % 3 : count % 3 + count],

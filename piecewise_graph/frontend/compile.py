@@ -172,10 +172,10 @@ class CompiledModel:
 
     def _serves_one_token(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """The dynamic trace is right for one token too. With several traces, none is trusted with it."""
-        return self.agrees_at_one_token(list(self.model_state.signatures.values()), args, kwargs)
+        return self.agrees_at_one_token(self.model_state.signatures, args, kwargs)
 
     def agrees_at_one_token(
-        self, traces: Sequence[Signature | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, traces: Sequence[Signature], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether these traces of more tokens are one, and this call of one token would give the same."""
         if is_of_transformers(self._model):

@@ -217,7 +217,7 @@ class Frozen:
         """A trace of several tokens is right for one token where its model does nothing else with one."""
         if isinstance(self._compiled, CompiledModel):
             args, kwargs = _torch.unflatten(leaves, self._structure)
-            same = self._compiled.agrees_at_one_token([self._trace.signature], args, kwargs)
+            same = self._compiled.agrees_at_one_token(self._trace.signatures, args, kwargs)
         else:
             same = is_of_transformers(self._module)
         if not same:

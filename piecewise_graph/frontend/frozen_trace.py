@@ -58,7 +58,7 @@ class FrozenTrace:
         symbols: (index in the graph's arguments, graph argument and dimension that it is the size of).
         outputs: per leaf of the result (index into the graph's outputs or None, constant).
         structure: of the result.
-        signature: of the graph, where pg.compile traced it (one_token.py).
+        signatures: of the model's graphs so far, where pg.compile traced them (one_token.py).
     """
 
     runtime: Runtime
@@ -67,7 +67,7 @@ class FrozenTrace:
     symbols: tuple[tuple[int, int, int], ...]
     outputs: tuple[tuple[int | None, Any], ...]
     structure: Any
-    signature: Signature | None
+    signatures: tuple[Signature, ...]
 
     @classmethod
     def of(cls, seen: Observed, leaves: Sequence[Any]) -> FrozenTrace:
@@ -88,7 +88,7 @@ class FrozenTrace:
             tuple(symbols),
             tuple(outputs),
             structure,
-            seen.runtime.state.signatures.get(seen.runtime),
+            tuple(seen.runtime.state.signatures),
         )
 
 

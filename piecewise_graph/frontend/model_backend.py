@@ -22,10 +22,9 @@ class ModelBackend:
         self._checks_sizes = False  # the trace that was made last does so itself
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        calls = signature(gm)  # read before building, which changes the graph
+        self._state.signatures.append(signature(gm))
         trace = build(gm, example_inputs, lambda weights: self._state)
         runtime = self._state.traces[-1]
-        self._state.signatures[runtime] = calls
         self._checks_sizes = isinstance(runtime, Runtime) and runtime.program.contract.is_whole
         return trace
 

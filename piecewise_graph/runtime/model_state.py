@@ -66,7 +66,7 @@ class ModelState:
         proofs: which structures may be padded.
         sealed: pg.capture is done; nothing is captured lazily any more.
         channel: between the traces and those who call the model.
-        signatures: of the live traces that pg.compile made (one_token.py).
+        signatures: of the graphs that pg.compile traced since Dynamo forgot its traces (one_token.py).
         fallbacks: reason -> calls that reached no trace.
         plan: the latest one, or None.
     """
@@ -81,7 +81,7 @@ class ModelState:
         self.sealed = False
         self.channel = SideChannel()
         self.fallbacks: Counter[str] = Counter()
-        self.signatures: weakref.WeakKeyDictionary[Trace, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+        self.signatures: list[tuple[Any, ...]] = []
         self.plan: Plan | None = None
         self.number = next(_numbers)
         self._traces: list[weakref.ref[Trace]] = []
