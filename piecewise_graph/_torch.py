@@ -147,6 +147,12 @@ def assigned_attributes() -> frozenset[str]:
     return frozenset(found)
 
 
+def before_graph_break(gm: GraphModule) -> bool:
+    """What Dynamo's graph returns are intermediates: the forward goes on behind a graph break."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)
+
+
 def changed_objects() -> tuple[str, ...]:
     """Source texts of the caller's objects that the traced code changes in Python, such as `L['self']`.
 

@@ -180,6 +180,7 @@ ELSEWHERE = {
     "proof_failed",
     "size_is_a_number",
     "second_dynamic_dimension",
+    "returns_a_view",
 }
 GPU_ONLY = {"mixed_devices", "captured_by_caller"}
 CPU_ONLY = {"data_dependent"}  # with a GPU the float that became a tensor makes it mixed_devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -125,5 +126,56 @@ def test_one_token_after_others_behind_a_break(device: torch.device) -> None:
 
     fast = compiled(model)
     for count in (8, 1, 2, 7, 1, 3, 1):
+        x = rows(count, device)
+        assert_same(fast(x), model(x))
+
+
+def view_of_a_result(x: Tensor) -> Tensor:
+    y = ops.mix(x) + 1
+    later = y[:, 1:]
+    torch._dynamo.graph_break()
+    later.mul_(2)
+    return y * 1
+
+
+def view_of_an_argument(x: Tensor) -> Tensor:
+    later, y = x[:, 1:], ops.mix(x) + 1
+    torch._dynamo.graph_break()
+    later.mul_(2)
+    return y + x
+
+
+BY_TORCH = partial(torch.compile, backend="piecewise", options={"compiler": "eager"})
+
+
+@pytest.mark.parametrize(
+    ("model", "compile"),
+    [(view_of_a_result, compiled), (view_of_a_result, BY_TORCH), (view_of_an_argument, BY_TORCH)],
+)
+def test_views_are_written_behind_a_break(model: Callable, compile: Callable, device: torch.device) -> None:
+    fast = compile(model)
+    before = pg.counters.snapshot()
+    for count in (3, 3, 5, 3, 1, 8, 3):
+        x = rows(count, device)
+        mine, theirs = x.clone(), x.clone()
+        assert_same(fast(mine), model(theirs))
+        assert_same(mine, theirs)
+    counted = "fallbacks:returns_a_view"
+    assert pg.counters.snapshot()[counted] > before.get(counted, 0)
+
+
+@BOTH
+def test_static_outputs_last_until_the_forward_ends(entry: Callable, device: torch.device) -> None:
+    """The traces behind a break replay in the memory of the trace before it."""
+
+    def model(x: Tensor) -> Tensor:
+        first = ops.mix(x) + 1
+        torch._dynamo.graph_break()
+        second = ops.mix(first * 2) * 3
+        torch._dynamo.graph_break()
+        return ops.mix(second - 1) + first + second
+
+    fast = entry(model, compiler="eager", outputs="static")
+    for count in (3, 3, 5, 3, 8, 3):
         x = rows(count, device)
         assert_same(fast(x), model(x))

@@ -114,6 +114,15 @@ def test_code_of_the_frame_is_known_inside_of_a_backend_only() -> None:
     assert _torch.current_root_code() is None
 
 
+def test_graphs_before_a_break_are_told_from_the_last_one() -> None:
+    def model(x: Tensor) -> Tensor:
+        x = x * 2
+        torch._dynamo.graph_break()
+        return x + 1
+
+    assert trace(model, torch.ones(3), look=_torch.before_graph_break).seen == [True, False]
+
+
 def test_attributes_that_the_traced_code_assigns_are_named() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:

@@ -63,7 +63,7 @@ def build_program(
     for op in graph.leaks:
         warnings.warn(LeakWarning.inside_segment(op), stacklevel=2)
     segments = compile_split(graph, config.compiler, compiled, config.cache_dir, proved.keys, proved.facts)
-    writes = _writes_arguments(graph, segments)
+    writes, breaks = _writes_arguments(graph, segments), _torch.before_graph_break(gm)
     token = graph.symbols[0] if len(graph.symbols) == 1 else None
     contract = _contract(gm, graph, is_whole)
     program = Program(
@@ -74,11 +74,12 @@ def build_program(
         None if contract.symbols else _static_tokens(graph),
         _device(graph),
         _last_use(graph, segments),
-        _blocked(graph, segments, writes),
+        _blocked(graph, segments, writes, breaks),
         writes,
         proved.unproved,
         proved.unpaddable,
         merge,
+        breaks,
     )
     ops = ", ".join(f"{count} x {name}" for name, count in Counter(c.op.name for c in graph.op_calls).items())
     log.info(
@@ -106,7 +107,7 @@ def with_activations(program: Program, indices: Collection[int]) -> Program:
     )
     graph = replace(program.split, inputs=inputs)
     writes = _writes_arguments(graph, program.compiled)
-    blocked = program.blocked or _blocked(graph, program.compiled, writes)
+    blocked = program.blocked or _blocked(graph, program.compiled, writes, program.breaks)
     return replace(program, split=graph, blocked=blocked, writes_arguments=writes)
 
 
@@ -202,7 +203,7 @@ def _last_use(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> dic
 
 
 def _blocked(
-    graph: SplitGraph, segments: Mapping[int, CompiledSegment], writes_arguments: bool
+    graph: SplitGraph, segments: Mapping[int, CompiledSegment], writes_arguments: bool, breaks: bool
 ) -> str | None:
     """Why no call of a trace can be replayed; it runs its compiled segments instead."""
     facts = [segment.facts for segment in segments.values()]
@@ -217,7 +218,20 @@ def _blocked(
         return "data_dependent"
     if any(fact.random for fact in facts):
         return "random_numbers"
+    if _returns_a_view(graph, breaks):
+        return "returns_a_view"
     return "writes_an_input" if writes_arguments else None
+
+
+def _returns_a_view(graph: SplitGraph, breaks: bool) -> bool:
+    """A result lies in the memory of an argument, or, before a graph break, in that of another result.
+
+    What writes one afterwards would not change the copies that replays return.
+    """
+    slots = [slot for slot in dict.fromkeys(references(graph.outputs)) if slot >= len(graph.inputs)]
+    made = [graph.storages[slot] for slot in slots]
+    given = {graph.storages[slot] for slot, x in enumerate(graph.inputs) if x.spec is not None}
+    return bool(given & set(made)) or (breaks and len(set(made)) < len(made))
 
 
 def _writes_arguments(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> bool:

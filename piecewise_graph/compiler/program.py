@@ -46,6 +46,7 @@ class Program:
             `padded` runs on live rows; of another one (`padding="tried"`) trials decide.
         unpaddable: why it can be replayed at exact sizes only, or None.
         merge: which of its linears were merged.
+        breaks: the forward goes on behind a graph break, with what this trace returns.
     """
 
     split: SplitGraph
@@ -60,6 +61,7 @@ class Program:
     unproved: Mapping[int, str]
     unpaddable: str | None
     merge: Merge
+    breaks: bool
 
     @property
     def distinct(self) -> tuple[CompiledSegment, ...]:

@@ -220,7 +220,9 @@ class Runtime:
     def _replay(self, ready: Replay, args: Sequence[Any], context: ForwardContext) -> list[Any]:
         config = self.state.config
         outputs = ready.run(args, context, ready.bound.copy_in.fill, args if config.check != "off" else None)
-        return own_outputs(self.program, outputs, args, copy=config.outputs == "copy")
+        # Behind a graph break, another trace of the model overwrites the memory that they share.
+        copy = config.outputs == "copy" or self.program.breaks
+        return own_outputs(self.program, outputs, args, copy=copy)
 
     def _run_compiled(
         self, args: Sequence[Any], sizes: Sizes, num_tokens: int, reason: str, context: ForwardContext
