@@ -147,10 +147,22 @@ def assigned_attributes() -> frozenset[str]:
     return frozenset(found)
 
 
-def before_graph_break(gm: GraphModule) -> bool:
-    """What Dynamo's graph returns are intermediates: the forward goes on behind a graph break."""
+def returns_intermediates(gm: GraphModule) -> bool:
+    """The forward goes on with what Dynamo's graph returns: behind a graph break, or in a frame that called.
+
+    Of a forward that Dynamo cannot trace (a graph break in a loop), it traces the functions that it calls.
+    """
     reason = getattr(gm, "compile_subgraph_reason", None)
-    return reason is not None and bool(reason.graph_break)
+    if reason is not None and reason.graph_break:
+        return True
+    library, is_caller, frame = torch.__path__[0], False, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_name != "compile_wrapper":
+        file = frame.f_code.co_filename
+        if is_caller and not file.startswith(library):
+            return True
+        is_caller |= file.endswith("convert_frame.py")
+        frame = frame.f_back
+    return False
 
 
 def changed_objects() -> tuple[str, ...]:

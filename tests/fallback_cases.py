@@ -178,6 +178,7 @@ ELSEWHERE = {
     "overlapping_memory",
     "padding_unproven",
     "proof_failed",
+    "reads_beyond_a_view",
     "size_is_a_number",
     "second_dynamic_dimension",
     "returns_a_view",

@@ -179,3 +179,25 @@ def test_static_outputs_last_until_the_forward_ends(entry: Callable, device: tor
     for count in (3, 3, 5, 3, 8, 3):
         x = rows(count, device)
         assert_same(fast(x), model(x))
+
+
+def double(x: Tensor) -> Tensor:
+    return ops.mix(x) * 2 + 1
+
+
+@BOTH
+def test_static_outputs_of_functions_that_the_forward_calls(entry: Callable, device: torch.device) -> None:
+    """Dynamo does not trace a frame with a break in a loop, and traces the functions that it calls."""
+
+    def model(x: Tensor) -> Tensor:
+        found = []
+        for _ in range(3):
+            x = double(x)
+            found.append(x)
+            torch._dynamo.graph_break()
+        return torch.stack(found)
+
+    fast = entry(model, compiler="eager", outputs="static")
+    for count in (3, 3, 5, 3, 8, 3):
+        x = rows(count, device)
+        assert_same(fast(x), model(x))

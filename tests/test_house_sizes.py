@@ -14,7 +14,7 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 500,
-    "_torch": 640,
+    "_torch": 670,
     "rules": 790,
     "claims": 430,
     "proof": 350,
@@ -72,15 +72,15 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1448,
+    "beside": 1465,
     "kernels": 435,
     "splitter": 824,
     "analysis": 1553,
-    "compiler": 1214,
+    "compiler": 1255,
     "recorder": 977,
-    "runtime": 870,
+    "runtime": 871,
     "inspection": 949,
-    "frontend": 900,
+    "frontend": 899,
     "custom_ops": 3218,
     "eagle": 2976,
     "bench": 645,

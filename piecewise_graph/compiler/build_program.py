@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from piecewise_graph import _torch
+from piecewise_graph.compiler.blocked import blocked
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.prove_padding import Unproved, prove_padding
 from piecewise_graph.compiler.segments import CompiledSegment, compile_split
@@ -63,7 +64,7 @@ def build_program(
     for op in graph.leaks:
         warnings.warn(LeakWarning.inside_segment(op), stacklevel=2)
     segments = compile_split(graph, config.compiler, compiled, config.cache_dir, proved.keys, proved.facts)
-    writes, breaks = _writes_arguments(graph, segments), _torch.before_graph_break(gm)
+    writes, breaks = _writes_arguments(graph, segments), _torch.returns_intermediates(gm)
     token = graph.symbols[0] if len(graph.symbols) == 1 else None
     contract = _contract(gm, graph, is_whole)
     program = Program(
@@ -74,7 +75,7 @@ def build_program(
         None if contract.symbols else _static_tokens(graph),
         _device(graph),
         _last_use(graph, segments),
-        _blocked(graph, segments, writes, breaks),
+        blocked(graph, segments, writes, breaks),
         writes,
         proved.unproved,
         proved.unpaddable,
@@ -107,8 +108,8 @@ def with_activations(program: Program, indices: Collection[int]) -> Program:
     )
     graph = replace(program.split, inputs=inputs)
     writes = _writes_arguments(graph, program.compiled)
-    blocked = program.blocked or _blocked(graph, program.compiled, writes, program.breaks)
-    return replace(program, split=graph, blocked=blocked, writes_arguments=writes)
+    why = program.blocked or blocked(graph, program.compiled, writes, program.breaks)
+    return replace(program, split=graph, blocked=why, writes_arguments=writes)
 
 
 def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
@@ -200,38 +201,6 @@ def _last_use(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> dic
         for slot in read:
             last[slot] = max(last.get(slot, until), until)
     return last
-
-
-def _blocked(
-    graph: SplitGraph, segments: Mapping[int, CompiledSegment], writes_arguments: bool, breaks: bool
-) -> str | None:
-    """Why no call of a trace can be replayed; it runs its compiled segments instead."""
-    facts = [segment.facts for segment in segments.values()]
-    if len(graph.symbols) > 1:
-        return "second_dynamic_dimension"
-    token = next(iter(graph.symbols), None)
-    if token and not any(given.spec and given.spec.token_dims(token) for given in graph.inputs):
-        return "no_token_dimension"
-    if len({given.spec.device for given in graph.inputs if given.spec and given.constant is None}) > 1:
-        return "mixed_devices"
-    if any(fact.host_sync for fact in facts):
-        return "data_dependent"
-    if any(fact.random for fact in facts):
-        return "random_numbers"
-    if _returns_a_view(graph, breaks):
-        return "returns_a_view"
-    return "writes_an_input" if writes_arguments else None
-
-
-def _returns_a_view(graph: SplitGraph, breaks: bool) -> bool:
-    """A result lies in the memory of an argument, or, before a graph break, in that of another result.
-
-    What writes one afterwards would not change the copies that replays return.
-    """
-    slots = [slot for slot in dict.fromkeys(references(graph.outputs)) if slot >= len(graph.inputs)]
-    made = [graph.storages[slot] for slot in slots]
-    given = {graph.storages[slot] for slot, x in enumerate(graph.inputs) if x.spec is not None}
-    return bool(given & set(made)) or (breaks and len(set(made)) < len(made))
 
 
 def _writes_arguments(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> bool:

@@ -46,7 +46,7 @@ class Program:
             `padded` runs on live rows; of another one (`padding="tried"`) trials decide.
         unpaddable: why it can be replayed at exact sizes only, or None.
         merge: which of its linears were merged.
-        breaks: the forward goes on behind a graph break, with what this trace returns.
+        breaks: the forward goes on with what this trace returns, behind a graph break for instance.
     """
 
     split: SplitGraph
