@@ -120,8 +120,8 @@ MUTANTS = [
     Mutant(
         "the third stream waits for the first one",
         f"{PG}/kernels/turns.py",
-        "        self._last = address, current",
-        "        self._last = self._last or (address, current)",
+        "        self._last = self.address, current",
+        "        self._last = self._last or (self.address, current)",
         "tests/test_faults.py -k another_stream",
     ),
     Mutant(

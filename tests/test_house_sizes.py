@@ -76,7 +76,7 @@ BUDGETS = {
     "kernels": 435,
     "splitter": 824,
     "analysis": 1553,
-    "compiler": 1255,
+    "compiler": 1257,
     "recorder": 977,
     "runtime": 871,
     "inspection": 949,

@@ -114,35 +114,6 @@ def test_code_of_the_frame_is_known_inside_of_a_backend_only() -> None:
     assert _torch.current_root_code() is None
 
 
-def test_graphs_with_which_the_forward_goes_on_are_told() -> None:
-    def breaks(x: Tensor) -> Tensor:
-        x = x * 2
-        torch._dynamo.graph_break()
-        return x + 1
-
-    def double(x: Tensor) -> Tensor:
-        return x * 2
-
-    def cannot_be_traced(x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = double(x)
-            torch._dynamo.graph_break()
-        return x
-
-    class Model(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return double(x)
-
-    look = _torch.returns_intermediates
-    assert trace(breaks, torch.ones(3), look=look).seen == [
-        True,
-        True,
-    ]  # the second one is called by the first
-    assert trace(cannot_be_traced, torch.ones(3), look=look).seen == [True]
-    assert trace(double, torch.ones(3), look=look).seen == [False]
-    assert trace(Model(), torch.ones(3), look=look).seen == [False]
-
-
 def test_attributes_that_the_traced_code_assigns_are_named() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:

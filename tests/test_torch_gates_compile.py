@@ -269,3 +269,32 @@ def test_a_size_is_computed_from_its_symbols() -> None:
 
     torch.compile(model, backend=backend, dynamic=True)(torch.ones(5), torch.ones(9))
     assert found == [(7, 7)]
+
+
+def test_graphs_with_which_the_forward_goes_on_are_told() -> None:
+    def breaks(x: Tensor) -> Tensor:
+        x = x * 2
+        torch._dynamo.graph_break()
+        return x + 1
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    def cannot_be_traced(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = double(x)
+            torch._dynamo.graph_break()
+        return x
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return double(x)
+
+    look = _torch.returns_intermediates
+    assert trace(breaks, torch.ones(3), look=look).seen == [
+        True,
+        True,
+    ]  # the second one is called by the first
+    assert trace(cannot_be_traced, torch.ones(3), look=look).seen == [True]
+    assert trace(double, torch.ones(3), look=look).seen == [False]
+    assert trace(Model(), torch.ones(3), look=look).seen == [False]

@@ -29,11 +29,13 @@ def blocked(
         return "data_dependent"
     if any(fact.random for fact in facts):
         return "random_numbers"
+    if writes_arguments:
+        return "writes_an_input"
     if _returns_a_view(graph, breaks):
         return "returns_a_view"
     if any(_reads_beyond_inputs(graph, step) for step in graph.segments):
         return "reads_beyond_a_view"
-    return "writes_an_input" if writes_arguments else None
+    return None
 
 
 def _returns_a_view(graph: SplitGraph, breaks: bool) -> bool:
