@@ -22,6 +22,11 @@ def of_a_view_behind_an_op(x: torch.Tensor) -> torch.Tensor:
     return ops.mix(x) + torch.as_strided(y, (x.shape[0], 7), (8, 1), 0)[..., :1]
 
 
+def of_a_view_by_name(x: torch.Tensor) -> torch.Tensor:
+    y = torch.as_strided(size=(x.shape[0], 7), stride=(8, 1), storage_offset=0, input=(x * 2)[..., 1:])
+    return ops.mix(x) + y[..., :1]
+
+
 def of_an_argument(x: torch.Tensor) -> torch.Tensor:
     return ops.mix(x) + x.as_strided((x.shape[0], 7), (8, 1), 0)[..., :1]
 
@@ -31,7 +36,10 @@ def of_all_that_was_made(x: torch.Tensor) -> torch.Tensor:
     return ops.mix(x) + y.as_strided((x.shape[0], 4), (8, 2), 1)[..., :1]
 
 
-@pytest.mark.parametrize("model", [of_a_view, of_a_view_behind_an_op, of_an_argument, of_all_that_was_made])
+@pytest.mark.parametrize(
+    "model",
+    [of_a_view, of_a_view_behind_an_op, of_a_view_by_name, of_an_argument, of_all_that_was_made],
+)
 def test_as_strided(model: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
     fast = compiled(model)
     layouts: tuple[Callable[[int], torch.Tensor], ...] = (

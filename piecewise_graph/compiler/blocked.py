@@ -61,7 +61,8 @@ def _reads_beyond_inputs(graph: SplitGraph, step: SegmentStep) -> bool:
         if isinstance(value, Tensor) and isinstance(item, Ref):
             is_made = item.slot >= len(graph.inputs)
             partial |= set() if is_made and _is_all_of_its_storage(value) else {_torch.storage_id(value)}
-    bases = (_torch.example_value(node.args[0]) for node in step.gm.graph.nodes if _is_as_strided(node))
+    given = [arg for node in step.gm.graph.nodes if _is_as_strided(node) for arg in node.all_input_nodes]
+    bases = (value for value in map(_torch.example_value, given) if isinstance(value, Tensor))
     return any(_torch.storage_id(base) in partial for base in bases)
 
 
