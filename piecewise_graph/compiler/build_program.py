@@ -25,6 +25,7 @@ from piecewise_graph.errors import LeakWarning
 from piecewise_graph.sizes import ShapeContract, relaxed_range
 from piecewise_graph.splitter.merge_linears import merge_linears
 from piecewise_graph.splitter.merged_weights import Merge
+from piecewise_graph.splitter.source_names import readable_source
 from piecewise_graph.splitter.split import Unsplittable
 from piecewise_graph.splitter.split_graph import Ref, SegmentStep, SplitGraph, references
 from piecewise_graph.splitter.splitting_ops import bind_arguments, written_arguments
@@ -81,6 +82,7 @@ def build_program(
         proved.unpaddable,
         merge,
         breaks,
+        tuple(map(readable_source, _torch.changed_objects())),
     )
     ops = ", ".join(f"{count} x {name}" for name, count in Counter(c.op.name for c in graph.op_calls).items())
     log.info(

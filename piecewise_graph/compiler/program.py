@@ -47,6 +47,7 @@ class Program:
         unpaddable: why it can be replayed at exact sizes only, or None.
         merge: which of its linears were merged.
         breaks: the forward goes on with what this trace returns, behind a graph break for instance.
+        changed: the caller's objects that the forward changes in Python, after every call of the graph.
     """
 
     split: SplitGraph
@@ -62,6 +63,7 @@ class Program:
     unpaddable: str | None
     merge: Merge
     breaks: bool
+    changed: tuple[str, ...]
 
     @property
     def distinct(self) -> tuple[CompiledSegment, ...]:

@@ -43,8 +43,8 @@ def observe(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Obs
         raise FreezeError.not_split(ran.trace.blocked)
     if not ran.trace.program.contract.is_whole:
         raise FreezeError.steered()
-    if ran.trace.program.split.changed:
-        raise FreezeError.changes_objects(ran.trace.program.split.changed)
+    if ran.trace.program.changed:
+        raise FreezeError.changes_objects(ran.trace.program.changed)
     return Observed(ran.trace, ran.args, ran.outputs, result)
 
 

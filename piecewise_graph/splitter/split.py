@@ -173,13 +173,7 @@ class _Lowering:
         computed = (node for group in self.groups if group.kind is not _Kind.OPS for node in group.nodes)
         leaks = tuple(name for name in map(leaked_op, computed) if name)
         return SplitGraph(
-            tuple(self.inputs),
-            tuple(self.specs),
-            tuple(self.storages),
-            tuple(steps),
-            tuple(outputs),
-            leaks,
-            tuple(map(readable_source, _torch.changed_objects())),
+            tuple(self.inputs), tuple(self.specs), tuple(self.storages), tuple(steps), tuple(outputs), leaks
         )
 
     def _add_input(self, node: Node) -> None:

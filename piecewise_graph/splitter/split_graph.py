@@ -104,7 +104,6 @@ class SplitGraph:
         storages: a number per slot; tensors with the same number share a storage.
         outputs: per graph output a Ref, a Size or a constant.
         leaks: attention-like or mutating ops that were left inside a segment.
-        changed: the caller's objects that the forward changes in Python, after every call of the graph.
     """
 
     inputs: tuple[Input, ...]
@@ -113,7 +112,6 @@ class SplitGraph:
     steps: tuple[Step, ...]
     outputs: tuple[Any, ...]
     leaks: tuple[str, ...]
-    changed: tuple[str, ...]
 
     @property
     def segments(self) -> tuple[SegmentStep, ...]:
