@@ -276,6 +276,14 @@ def raise_recompile_limit() -> None:
     config.recompile_limit = max(config.recompile_limit, 64)
 
 
+def tell_of_reset(backend: Any) -> None:
+    """Have the next torch._dynamo.reset() call `backend.reset()`.
+
+    Dynamo itself remembers a backend from torch.compile to its first reset only, and not from trace to trace.
+    """
+    torch._dynamo.eval_frame.cached_backends.setdefault(id(backend), backend)
+
+
 def floats_stay_constants() -> AbstractContextManager[Any]:
     """Trace a module's numbers (an attention's scale) as they are.
 

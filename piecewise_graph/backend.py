@@ -40,6 +40,7 @@ def piecewise(
     if mode is not None:
         raise ConfigError.mode_given(mode)
     config = PiecewiseConfig.from_options(options)
+    _torch.tell_of_reset(piecewise)
     code = _torch.current_root_code()
     return build(gm, example_inputs, lambda weights: state_for_trace(config, weights, code))
 

@@ -47,18 +47,37 @@ def test_one_token_is_served_where_it_is_nothing_special(device: torch.device) -
         assert_same(frozen(x := rows(tokens, device)), model(x))
 
 
-@pytest.mark.parametrize("reset", [torch._dynamo.reset, pg.reset], ids=["dynamo's", "ours"])
-def test_one_token_is_served_after_a_reset(reset: Callable[[], None], device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("reset", "traces"), [(torch._dynamo.reset, 1), (pg.reset, 0)], ids=["dynamo's", "ours"]
+)
+def test_one_token_is_served_after_each_reset(
+    reset: Callable[[], None], traces: int, device: torch.device
+) -> None:
+    """At its first reset, Dynamo forgets which backends want to hear of the next."""
     model = Blocks().to(device)
     fast = compiled(model)
-    frozen = pg.freeze(fast, rows(3, device))
-    for _ in range(2):
-        for tokens in (4, 1):
-            assert_same(frozen(x := rows(tokens, device)), model(x))
-            assert_same(fast(x), model(x))
-        with pg.counters.expect(traces=0):
-            assert_same(fast(x := rows(1, device)), model(x))
+    fast(rows(3, device))
+    for _ in range(3):
         reset()
+        with pg.counters.expect(traces=traces):
+            frozen = pg.freeze(fast, rows(3, device))
+            for tokens in (4, 1):
+                assert_same(frozen(x := rows(tokens, device)), model(x))
+                assert_same(fast(x), model(x))
+
+
+def test_each_reset_of_dynamo_opens_what_was_captured(device: torch.device) -> None:
+    model = Blocks().to(device)
+    options = {"compiler": "eager", "capture_sizes": [8]}
+    fast = torch.compile(model, backend="piecewise", dynamic=True, options=options)
+    for _ in range(3):
+        assert_same(fast(x := rows(8, device)), model(x))
+        assert not pg.explain(fast).sealed
+        pg.capture(fast, lambda tokens: {"x": rows(tokens, device)}, sizes=[8], progress=False)
+        frozen = pg.freeze(fast, x)  # keeps what the traces share
+        assert pg.explain(fast).sealed
+        torch._dynamo.reset()
+        assert_same(frozen(x), model(x))
 
 
 def test_views_have_the_sizes_that_the_forward_sees(device: torch.device) -> None:

@@ -72,7 +72,7 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1465,
+    "beside": 1468,
     "kernels": 435,
     "splitter": 817,
     "analysis": 1553,
@@ -80,7 +80,7 @@ BUDGETS = {
     "recorder": 977,
     "runtime": 871,
     "inspection": 949,
-    "frontend": 899,
+    "frontend": 900,
     "custom_ops": 3218,
     "eagle": 2976,
     "bench": 645,

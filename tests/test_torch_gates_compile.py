@@ -298,3 +298,18 @@ def test_graphs_with_which_the_forward_goes_on_are_told() -> None:
     assert trace(cannot_be_traced, torch.ones(3), look=look).seen == [True]
     assert trace(double, torch.ones(3), look=look).seen == [False]
     assert trace(Model(), torch.ones(3), look=look).seen == [False]
+
+
+def test_a_backend_hears_of_the_next_reset() -> None:
+    class Backend:
+        resets = 0
+
+        def reset(self) -> None:
+            self.resets += 1
+
+    backend = Backend()
+    for told in range(1, 3):
+        _torch.tell_of_reset(backend)
+        torch._dynamo.reset()
+        torch._dynamo.reset()
+        assert backend.resets == told

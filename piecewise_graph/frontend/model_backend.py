@@ -22,6 +22,7 @@ class ModelBackend:
         self._checks_sizes = False  # the trace that was made last does so itself
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        _torch.tell_of_reset(self)
         self._state.signatures.append(signature(gm))
         trace = build(gm, example_inputs, lambda weights: self._state)
         runtime = self._state.traces[-1]
