@@ -99,7 +99,9 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """One mode, for callers on a stream of their own and on the default one.
 
-    The bare calls never run on the default stream: the library does not run them there either.
+    Each has a loop of its own: the first call after one on another stream waits for it, which is no part of
+    what a frozen call costs. The bare calls never run on the default stream: the library does not run them
+    there either.
     """
     gpu = frozen.paged.device.type == "cuda"
     own = torch.cuda.Stream() if gpu else None
@@ -109,26 +111,21 @@ def _rows(
         graphs = [call for call, graph in zip(calls, is_graph, strict=True) if graph]
         attention = [call for call, graph in zip(calls, is_graph, strict=True) if not graph]
         parts = {"bare": calls, "graphs": graphs, "attention": attention}
-        sides: dict[str, Callable[[], Any]] = {name: partial(_all, part) for name, part in parts.items()}
-        streams = dict.fromkeys(sides, own)
+        bare: dict[str, Callable[[], Any]] = {name: partial(_all, part) for name, part in parts.items()}
         forwards = frozen.forwards(tokens)
-        for caller, stream in callers.items():
-            sides |= {f"{caller} {name}": forward for name, forward in forwards.items()}
-            streams |= {f"{caller} {name}": stream for name in forwards}
-        times = alternate_host(sides, rounds=options.rounds, streams=streams)
+        times = {
+            caller: alternate_host(
+                bare | forwards,
+                rounds=options.rounds,
+                streams=dict.fromkeys(bare, own) | dict.fromkeys(forwards, stream),
+            )
+            for caller, stream in callers.items()
+        }
     row = {"shape": shape, "mode": "full" if full else "piecewise", "tokens": tokens}
     row |= {"graphs": len(graphs), "attention_calls": len(attention)}
     return [
-        row | {"stream": caller} | _accounts(_of_caller(times, caller, parts), len(graphs), len(attention))
-        for caller in callers
+        row | {"stream": caller} | _accounts(times[caller], len(graphs), len(attention)) for caller in callers
     ]
-
-
-def _of_caller(times: Mapping[str, Timing], caller: str, parts: Iterable[str]) -> dict[str, Timing]:
-    """The bare parts, and the frozen calls made on one stream."""
-    found = {name: times[name] for name in parts}
-    prefix = f"{caller} "
-    return found | {name.removeprefix(prefix): times[name] for name in times if name.startswith(prefix)}
 
 
 def _accounts(times: Mapping[str, Timing], graphs: int, attention_calls: int) -> dict[str, Any]:

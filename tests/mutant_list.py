@@ -57,7 +57,7 @@ MUTANTS = [
     Mutant(
         "a frozen call leaves stale rows to a padded op",
         f"{PG}/frontend/frozen_call.py",
-        "        if self._padding:\n            torch._foreach_zero_(self._padding)\n",
+        "            if self._padding:\n                torch._foreach_zero_(self._padding)\n",
         "",
         "tests/test_freeze.py -k padded_op",
     ),
@@ -120,15 +120,15 @@ MUTANTS = [
     Mutant(
         "the third stream waits for the first one",
         f"{PG}/kernels/turns.py",
-        "        self._last = self.address, current",
-        "        self._last = self._last or (self.address, current)",
+        "self._ordered, self._stream = self.address, current",
+        "self._ordered, self._stream = self.address, self._stream or current",
         "tests/test_faults.py -k another_stream",
     ),
     Mutant(
         "a stream that is captured waits for others",
         f"{PG}/kernels/turns.py",
-        " or torch.cuda.is_current_stream_capturing()",
-        "",
+        "if torch.cuda.is_current_stream_capturing():",
+        "if False:",
         "tests/test_faults.py -k another_stream",
     ),
     Mutant(

@@ -59,7 +59,8 @@ class FrozenCall:
     def run(self, tensors: Sequence[Tensor], context: ForwardContext) -> Any:
         """Replay; MISS where a capture came since, or the inputs, whose shapes fit, are of another kind.
 
-        An input that lies in a buffer of another one is of another kind too.
+        An input that lies in a buffer of another one is of another kind too. What the caller did not write in
+        place is copied.
         """
         if self._generation != self._runtime.generation or capturing_elsewhere(self._device):
             return MISS
@@ -75,18 +76,15 @@ class FrozenCall:
         with self._pool.using() as nested:
             if nested:
                 return MISS
-            outputs = self._replay.run((tensors, foreign), context, self._copy_in, self._addressed)
+            self._replay.check(context, self._addressed)
+            if foreign and not (self._copy is not None and self._copy(tensors)):
+                self._copy_one_by_one(tensors, foreign)
+            if self._padding:
+                torch._foreach_zero_(self._padding)
+            outputs = self._replay.launch()
             if self._static is not None:
                 return self._static
             return self._remake(own_outputs(self._runtime.program, outputs, (), copy=True))
-
-    def _copy_in(self, given: tuple[Sequence[Tensor], Sequence[int]]) -> None:
-        """Bring what the caller did not write in place, then zero the padded rows."""
-        tensors, foreign = given
-        if foreign and not (self._copy is not None and self._copy(tensors)):
-            self._copy_one_by_one(tensors, foreign)
-        if self._padding:
-            torch._foreach_zero_(self._padding)
 
     def _copy_one_by_one(self, tensors: Sequence[Tensor], foreign: Sequence[int]) -> None:
         plain = [place for place in foreign if place not in self._expanded]

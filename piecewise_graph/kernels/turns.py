@@ -33,7 +33,7 @@ class Turns:
         address: of the stream whose turn it is; 0 is CUDA's legacy default stream.
     """
 
-    __slots__ = ("__weakref__", "_address_of", "_depth", "_device", "_last", "address", "lock")
+    __slots__ = ("__weakref__", "_address_of", "_depth", "_device", "_ordered", "_stream", "address", "lock")
 
     def __init__(self, address_of: Callable[[torch.device], int]) -> None:
         self._address_of = address_of
@@ -41,7 +41,8 @@ class Turns:
         self.lock = threading.RLock()
         self._depth = 0
         self._device: torch.device | None = None
-        self._last: tuple[int, torch.cuda.Stream] | None = None
+        self._ordered: int | None = None  # address of the stream that had the latest turn
+        self._stream: torch.cuda.Stream | None = None  # itself
         _all.add(self)
 
     @property
@@ -51,15 +52,18 @@ class Turns:
 
     def on(self, device: torch.device | None) -> None:
         """Order the streams of this GPU from now on; None = no streams."""
-        self._device, self._last = device, None
+        self._device, self._ordered, self._stream = device, None, None
         if device is not None:
+            self.address = self._address_of(device)
             self._follow(device)
 
     def __enter__(self) -> bool:
         self.lock.acquire()
         self._depth += 1
         if self._device is not None and self._depth == 1:
-            self._follow(self._device)
+            self.address = self._address_of(self._device)
+            if self.address != self._ordered:
+                self._follow(self._device)
         return self._depth > 1
 
     def __exit__(self, *_: object) -> None:
@@ -67,14 +71,13 @@ class Turns:
         self.lock.release()
 
     def _follow(self, device: torch.device) -> None:
-        """See Note [Callers on several streams]."""
-        self.address, last = self._address_of(device), self._last
-        if (last is not None and last[0] == self.address) or torch.cuda.is_current_stream_capturing():
+        """Let the caller's stream wait (Note [Callers on several streams])."""
+        if torch.cuda.is_current_stream_capturing():
             return
         current = torch.cuda.current_stream(device)
-        if last is not None:
-            current.wait_stream(last[1])
-        self._last = self.address, current
+        if self._stream is not None:
+            current.wait_stream(self._stream)
+        self._ordered, self._stream = self.address, current
 
     def after_fork(self) -> None:
         """In the child. The thread that forked may itself be inside, and goes on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ class CapturedBucket:
 
 
 class Replay:
-    """What a forward of one token count does: check, copy in, launch, count.
+    """What a forward of one token count does: check, and launch once its inputs are copied in.
 
     Args:
         captured: the bucket that serves it.
@@ -62,22 +62,12 @@ class Replay:
         self.captured, self._addresses, self._pool = captured, addresses, pool
         self._look_inside, self._check_always = True, check_always
 
-    def run(
-        self,
-        given: Any,
-        context: ForwardContext,
-        copy_in: Callable[[Any], None],
-        addressed: Sequence[Any] | None,
-    ) -> tuple[Any, ...]:
-        """Replay once, inside `pool.using()`.
+    def check(self, context: ForwardContext, addressed: Sequence[Any] | None) -> None:
+        """Refuse what the graphs do not fit. Call it inside `pool.using()`, before anything is copied in.
 
         Args:
-            copy_in: called with `given`; brings activations to the static inputs, and zeros the padded rows.
             addressed: the graph's arguments, to compare the weights among them with those that graphs read;
                 None compares nothing.
-
-        Returns:
-            views of the static outputs, which the next replay overwrites.
 
         Raises:
             AddressMovedError: a weight was moved.
@@ -85,8 +75,17 @@ class Replay:
         """
         if addressed is not None:
             self._addresses.check(addressed)
-        self._check_context(context)
-        copy_in(given)
+        captured = self.captured.context
+        if captured is not None:
+            captured.check(context, self.captured.tape.bucket, self.num_tokens, thorough=self._look_inside)
+            self._look_inside = self._check_always
+
+    def launch(self) -> tuple[Any, ...]:
+        """Replay what lies in the static inputs, inside `pool.using()`.
+
+        Returns:
+            views of the static outputs, which the next replay overwrites.
+        """
         self._pool.run_off_default_stream(self.bound.calls)
         counters.add("replays")
         if self.captured.context is not None:
@@ -98,9 +97,3 @@ class Replay:
         for reason, segments in self.bound.unpadded.items():
             counters.add("unpadded_segments", segments, reason=reason)
         return self.bound.outputs
-
-    def _check_context(self, context: ForwardContext) -> None:
-        captured = self.captured.context
-        if captured is not None:
-            captured.check(context, self.captured.tape.bucket, self.num_tokens, thorough=self._look_inside)
-            self._look_inside = self._check_always

@@ -219,7 +219,9 @@ class Runtime:
 
     def _replay(self, ready: Replay, args: Sequence[Any], context: ForwardContext) -> list[Any]:
         config = self.state.config
-        outputs = ready.run(args, context, ready.bound.copy_in.fill, args if config.check != "off" else None)
+        ready.check(context, args if config.check != "off" else None)
+        ready.bound.copy_in.fill(args)
+        outputs = ready.launch()
         # Behind a graph break, another trace of the model overwrites the memory that they share.
         copy = config.outputs == "copy" or self.program.breaks
         return own_outputs(self.program, outputs, args, copy=copy)
