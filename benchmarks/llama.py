@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from piecewise_graph.eagle.head.random_models import MODEL_SHAPES as SHAPES
-from piecewise_graph.eagle.head.random_models import ModelShape as Shape
-from piecewise_graph.eagle.head.random_models import random_draft, random_model
+from piecewise_graph.eagle.head.random_models import (
+    MODEL_SHAPES as SHAPES,
+    ModelShape as Shape,
+    random_draft,
+    random_model,
+)
 
 __all__ = ["SHAPES", "Shape", "random_draft", "random_model"]

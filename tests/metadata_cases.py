@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from torch import Tensor
 
 from piecewise_graph.custom_ops import metadata as md

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 from attention_cases import Shape, check, make_case
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 MIXED = ((5, 1), (0, 7), (0, 0), (33, 3), (0, 1), (16, 1))
 DECODE = ((5, 1), (0, 1), (0, 0), (33, 1), (100, 1))

@@ -11,8 +11,7 @@ from functools import partial
 import pytest
 import torch
 from attention_cases import Case, Shape, check, expected, make_case
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from test_attention import SHAPES, shapes
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from full_graph_cases import Centring, Setup
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from internals import call_replaced, difference, replace_compile
 from models import build, call, random_ids
 from torch import Tensor, nn

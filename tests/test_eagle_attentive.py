@@ -25,8 +25,7 @@ from eagle_sampling_cases import (
     generated,
     speculators_by_draft,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM

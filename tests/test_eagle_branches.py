@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_cases import DEVICE, one_state_for_all_tests, shapes_of_rounds, small_pair, small_prompts
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 

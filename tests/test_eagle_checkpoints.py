@@ -20,8 +20,7 @@ from eagle_heads import (
     speculators,
     write,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from piecewise_graph.eagle.head.checkpoints import load_draft
 

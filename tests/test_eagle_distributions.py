@@ -17,8 +17,7 @@ from eagle_sampling_cases import (
     TABLE,
     numbers,
 )
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor
 
 from piecewise_graph.custom_ops.token_choice import argmax

@@ -28,8 +28,7 @@ from eagle_cases import (
     trained_head,
     twin,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from paged_generation import Alone
 
 from piecewise_graph.eagle import DraftModel, DraftShape, Speculator

@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from piecewise_graph.eagle import Sampling
 from piecewise_graph.eagle.request import Progress, Request

@@ -20,8 +20,7 @@ from eagle_cases import (
     twin,
 )
 from eagle_request_cases import LENGTH, LOOKAHEAD, SHAPES, answers, make
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import piecewise_graph as pg
 from piecewise_graph.eagle import DraftShape, Speculator

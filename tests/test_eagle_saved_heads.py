@@ -23,8 +23,7 @@ from eagle_heads import (
     speculators,
     write,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 

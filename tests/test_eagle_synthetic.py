@@ -15,8 +15,7 @@ import eagle_bigrams as bigrams
 import pytest
 import torch
 from eagle_cases import one_state_for_all_tests
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from piecewise_graph.eagle import DraftShape, Sampling, Speculator, SpeculatorError, Statistics
 from piecewise_graph.eagle.rounds.synthetic import Synthetic

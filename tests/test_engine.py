@@ -29,8 +29,7 @@ from eagle_engine_cases import (
     prepared,
     run,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import piecewise_graph as pg
 from piecewise_graph.eagle import DraftShape, Engine, Request, Sampling, Speculator

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import models
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from internals import forbid_dynamo
 from torch import Tensor, nn
 from toys import SIZES, WIDTH, Blocks, Weighs, assert_same, compiled, frozen, ops, rows, watching

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from full_graph_cases import LAYERS, Centring, LastRow, Setup
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from internals import fail_capture
 from torch import Tensor
 from toys import SIZES, assert_same, ops, rows, watching

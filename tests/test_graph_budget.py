@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from internals import decision, fail_capture, pool_of, state
 from torch import Tensor, nn
 from toys import (

@@ -14,7 +14,6 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 500,
-    "_torch": 670,
     "rules": 790,
     "claims": 430,
     "proof": 350,
@@ -72,16 +71,17 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1468,
-    "kernels": 435,
+    "beside": 1115,
+    "_torch": 471,
+    "kernels": 440,
     "splitter": 817,
     "analysis": 1553,
     "compiler": 1261,
     "recorder": 977,
-    "runtime": 871,
+    "runtime": 865,
     "inspection": 949,
-    "frontend": 900,
-    "custom_ops": 3218,
+    "frontend": 899,
+    "custom_ops": 3216,
     "eagle": 2976,
     "bench": 645,
     "cli": 703,

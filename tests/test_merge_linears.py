@@ -8,8 +8,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from internals import (
     contract,
     results_are_strided,

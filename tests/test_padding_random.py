@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from padding_cases import disagreement, is_proved, judge
 from padding_functions import complex_rotary, filled, in_place, mixture, rotary, shifted
 from torch import Tensor

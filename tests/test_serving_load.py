@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from piecewise_graph.bench.drive import drive
 from piecewise_graph.bench.errors import BenchError

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from piecewise_graph.bench.metrics import COLUMNS, Metrics, RequestTimes, Timeline, percentile, ratios, tpot
 from piecewise_graph.eagle import Statistics

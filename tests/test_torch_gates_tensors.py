@@ -1,4 +1,4 @@
-"""The functions of `_torch.py` that look at tensors do what they say on the torch that is installed."""
+"""The functions of `_torch` that look at tensors do what they say on the torch that is installed."""
 
 from __future__ import annotations
 

@@ -2,11 +2,9 @@
 
 from piecewise_graph import register_splitting_op
 
-from .attention_op import attention as attention
-from .attention_op import bind
+from .attention_op import attention as attention, bind
 from .batch import AttentionBatch as AttentionBatch
-from .batch_buffers import BatchBuffers as BatchBuffers
-from .batch_buffers import make_batch as make_batch
+from .batch_buffers import BatchBuffers as BatchBuffers, make_batch as make_batch
 
 register_splitting_op("piecewise::attention", capturable=True, bind=bind)
 

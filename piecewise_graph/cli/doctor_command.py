@@ -21,7 +21,7 @@ from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 from piecewise_graph.errors import PiecewiseError
 
 OK, NOTE, BROKEN = "ok", "--", "BROKEN"
-# Lowest version that works, first one that nobody tried. Tests of `_torch.py` tell what differs between them.
+# Lowest version that works, first one that nobody tried. Tests of `_torch` tell what differs between them.
 _VERSIONS = {"torch": ("2.11", "2.16"), "transformers": ("5", "6"), "triton": ("3.6", "4")}
 _HEADS, _DIM, _TOKENS = 2, 64, 5
 

@@ -1,0 +1,88 @@
+"""The only package that touches private torch API.
+
+Everything here was tried on torch 2.11 and 2.13 (`tests/test_torch_gates*.py` test each use). Differences
+between versions are handled here and nowhere else. Callers take all names from here.
+"""
+
+from piecewise_graph._torch.compilers import (
+    code_modules as code_modules,
+    compile_exact as compile_exact,
+    compile_options as compile_options,
+    compile_segment as compile_segment,
+    compile_whole as compile_whole,
+    generated_code as generated_code,
+    inductor_cache_dir as inductor_cache_dir,
+    kernels_wait_first as kernels_wait_first,
+    load_artifact as load_artifact,
+    start_compile_workers as start_compile_workers,
+)
+from piecewise_graph._torch.device import (
+    capturing as capturing,
+    clear_cublas_workspaces as clear_cublas_workspaces,
+    named_range as named_range,
+    pool_bytes as pool_bytes,
+    stream_address as stream_address,
+)
+from piecewise_graph._torch.graphs import (
+    assigned_attributes as assigned_attributes,
+    backend_error as backend_error,
+    changed_objects as changed_objects,
+    current_root_code as current_root_code,
+    example_value as example_value,
+    fake_mode_of as fake_mode_of,
+    is_dynamo_control_flow as is_dynamo_control_flow,
+    is_specialization_error as is_specialization_error,
+    is_trace_error as is_trace_error,
+    module_source as module_source,
+    original_callable as original_callable,
+    placeholder_source as placeholder_source,
+    publish_graph as publish_graph,
+    returns_intermediates as returns_intermediates,
+)
+from piecewise_graph._torch.ops import (
+    OpOverload as OpOverload,
+    OpOverloadPacket as OpOverloadPacket,
+    autocast_functions as autocast_functions,
+    droppable_functions as droppable_functions,
+    grad_mode_function as grad_mode_function,
+    inner_graphs as inner_graphs,
+    is_higher_order as is_higher_order,
+    observe_ops as observe_ops,
+    op_schemas as op_schemas,
+    outside_of_modes as outside_of_modes,
+    propagate as propagate,
+)
+from piecewise_graph._torch.settings import (
+    drop_shape_guards as drop_shape_guards,
+    floats_stay_constants as floats_stay_constants,
+    guard_every_weight as guard_every_weight,
+    mark_dynamic as mark_dynamic,
+    maybe_mark_dynamic as maybe_mark_dynamic,
+    raise_recompile_limit as raise_recompile_limit,
+    tell_of_reset as tell_of_reset,
+)
+from piecewise_graph._torch.symbols import (
+    add_size as add_size,
+    assume as assume,
+    expression as expression,
+    has_unknown_size as has_unknown_size,
+    holds as holds,
+    is_constant as is_constant,
+    is_fixed as is_fixed,
+    shape_env_of as shape_env_of,
+    shape_guards as shape_guards,
+    size_hint as size_hint,
+    size_of_symbol as size_of_symbol,
+    takes_all_sizes as takes_all_sizes,
+    value_range as value_range,
+)
+from piecewise_graph._torch.tensors import (
+    flatten as flatten,
+    inner_tensors as inner_tensors,
+    is_plain_tensor as is_plain_tensor,
+    is_wrapped as is_wrapped,
+    storage_holders as storage_holders,
+    storage_id as storage_id,
+    unflatten as unflatten,
+    weak_alias as weak_alias,
+)

@@ -1,0 +1,154 @@
+"""Inductor and the other compilers: compiling a segment, its code, and what lies on disk."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+# We capture graphs, so Inductor's own capture (a global reduce-overhead) must not nest in them. Freezing
+# would bake the weights of one layer into code that all equal layers share.
+_PATCHES = {"triton.cudagraphs": False, "freezing": False}
+
+
+def start_compile_workers() -> None:
+    """Have the processes that compile Triton kernels start, as torch's own backend does; returns at once."""
+    if torch.cuda.is_available():
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
+
+
+def compile_segment(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
+    """Compile one segment for dynamic sizes. The result takes `*inputs` and returns a sequence.
+
+    Raises:
+        torch's own compile errors; Dynamo's restart exceptions pass through.
+    """
+    if compiler == "eager":
+        return gm.forward
+    if compiler == "aot_eager":
+        return torch._dynamo.lookup_backend("aot_eager")(gm, list(inputs))
+    from torch._inductor import standalone_compile
+
+    has_outputs = bool(next(iter(reversed(gm.graph.nodes))).args[0])
+    source: Any = "from_graph" if has_outputs else "from_tracing_context"
+    return standalone_compile(gm, list(inputs), dynamic_shapes=source, options={"config_patches": _PATCHES})
+
+
+def compile_exact(
+    gm: GraphModule, inputs: Sequence[Tensor], *, dependent_launches: bool = False
+) -> Callable[..., Any]:
+    """Compile one segment for exactly the sizes of `inputs` (real tensors), with kernels tuned by trying.
+
+    Args:
+        dependent_launches: let kernels start while the one before them ends (Hopper and later); they wait for
+            it before they touch memory.
+    """
+    from torch._inductor import config, standalone_compile
+
+    wanted = {
+        "coordinate_descent_tuning": True,
+        "combo_kernels": True,  # what several small kernels would do side by side, in one
+        "triton.enable_pdl": dependent_launches,
+        # Inductor's cache must not give us kernels that it made without `kernels_wait_first`: another key.
+        "kernel_name_max_ops": 11,
+    }
+    patches = _PATCHES | {name: value for name, value in wanted.items() if _has_option(config, name)}
+    options = {"config_patches": patches}
+    with kernels_wait_first():
+        return standalone_compile(gm, list(inputs), dynamic_shapes="from_example_inputs", options=options)
+
+
+@contextmanager
+def kernels_wait_first() -> Iterator[None]:
+    """Triton kernels that Inductor makes for dependent launches begin with their wait.
+
+    Inductor has them wait where they first read results of the kernel before. That is never if they read
+    none, and too late if they overwrite memory that the kernel before still reads.
+    """
+    from torch._inductor.codegen import triton
+
+    kernel: Any = triton.TritonKernel
+    theirs = kernel._filter_pdl
+
+    def wait_first(self: Any, code: Any) -> None:
+        theirs(self, code)
+        if self._enable_pdl_codegen():
+            marks = self.GDC_WAIT, self.GDC_LAUNCH
+            code._lines = [*marks, *(line for line in code._lines if str(line).strip() not in marks)]
+
+    kernel._filter_pdl = wait_first
+    try:
+        yield
+    finally:
+        kernel._filter_pdl = theirs
+
+
+def _has_option(config: Any, name: str) -> bool:
+    first, _, rest = name.partition(".")
+    return hasattr(config, first) and (not rest or hasattr(getattr(config, first), rest))
+
+
+def compile_whole(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
+    """Compile an unsplit graph the way torch.compile does (autograd included)."""
+    if compiler == "eager":
+        return gm.forward
+    return torch._dynamo.lookup_backend(compiler)(gm, list(inputs))
+
+
+def generated_code(run: Callable[..., Any]) -> str | None:
+    """The Python that Inductor wrote for a segment; None where another compiler made it, or a cache did.
+
+    AOTAutograd wraps what Inductor returns in functions that call one another.
+    """
+    seen, waiting = set[int](), [run]
+    while waiting:
+        inner = waiting.pop(0)
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        if type(inner).__name__ == "CompiledFxGraph":
+            return getattr(inner, "source_code", None) or None
+        held = [getattr(inner, name, None) for name in ("_compiled_fn", "compiled_fn", "__wrapped__")]
+        for cell in getattr(inner, "__closure__", None) or ():
+            with suppress(ValueError):  # a cell may be empty
+                held.append(cell.cell_contents)
+        waiting += filter(callable, held)
+    return None
+
+
+def load_artifact(path: str) -> Callable[..., Any]:
+    """Load what a segment's `save(path=..., format="binary")` wrote; a bad file may raise anything."""
+    from torch._inductor import CompiledArtifact, config
+
+    with config.patch(_PATCHES):
+        return CompiledArtifact.load(path=path, format="binary")
+
+
+def inductor_cache_dir() -> str:
+    return str(importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir())
+
+
+def code_modules() -> list[Any]:
+    """Python modules that Inductor has generated and loaded in this process, oldest first."""
+    codecache = sys.modules.get("torch._inductor.codecache")
+    return [] if codecache is None else codecache.PyCodeCache.modules
+
+
+def compile_options() -> list[str]:
+    """Options of Inductor and AOTAutograd that change generated code; objects show as ` at 0x`."""
+    from torch._functorch import config as aot
+    from torch._inductor import config
+
+    passes = [name for name in config._cache_config_ignore_prefix if name.endswith("_pass")]
+    portable = config.save_config_portable(ignore_private_configs=False), aot.save_config_portable()
+    return [repr(sorted(options.items())) for options in portable] + [
+        repr([(name, getattr(config, name)) for name in passes])
+    ]

@@ -1,0 +1,42 @@
+"""Streams, graph pools and profiler of the device."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def capturing() -> bool:
+    """The current stream is capturing a graph; what torch.cuda's function of that name asks."""
+    return torch._C._cuda_isCurrentStreamCapturing()
+
+
+def stream_address(device: torch.device) -> int:
+    """Tells the caller's stream from others (0 is CUDA's legacy default stream).
+
+    It is ten times cheaper than comparing stream objects.
+    """
+    return torch._C._cuda_getCurrentRawStream(device.index or 0)
+
+
+def clear_cublas_workspaces() -> None:
+    """See Note [cuBLAS workspaces] in recorder.py."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def pool_bytes(pool_id: tuple[int, int]) -> int:
+    """Bytes of device memory that a graph pool holds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool_id))
+
+
+def named_range(name: str) -> AbstractContextManager[Any]:
+    """Mark a block in the trace of a profiler; free of cost where none records this thread."""
+    if not torch.autograd._profiler_enabled():
+        return nullcontext()
+    return torch.profiler.record_function(name)

@@ -1,0 +1,155 @@
+"""What Dynamo says of the graph that it hands to a backend: values, sources, effects, errors."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+
+def example_value(node: Node) -> Any:
+    """What Dynamo saw flow out of `node`: FakeTensor, SymInt, torch.Size, ... or None."""
+    return node.meta.get("example_value")
+
+
+def fake_mode_of(gm: GraphModule) -> Any | None:
+    modes = (getattr(example_value(node), "fake_mode", None) for node in gm.graph.nodes)
+    return next((mode for mode in modes if mode is not None), None)
+
+
+def placeholder_source(node: Node) -> tuple[str, bool]:
+    """(source text such as `L['self']._parameters['w']`, whether it belongs to an nn.Module or a global)."""
+    arg = node.meta.get("grapharg")
+    source = getattr(arg, "source", None)
+    if source is None:
+        return node.name, False
+    name = source_text(source)
+    where = source.guard_source if not callable(source.guard_source) else source.guard_source()
+    return name, "NN_MODULE" in where.name or where.name.startswith("GLOBAL")
+
+
+def module_source(node: Node) -> str:
+    """Source of the innermost module that called what `node` calls, such as `L['self'].layers.0`; or ""."""
+    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
+    return str(next(reversed(stack.values()))[0])
+
+
+def assigned_attributes() -> frozenset[str]:
+    """Source texts of the attributes that the traced code assigns, such as `L['self'].state`."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        assigned = InstructionTranslator.current_tx().output.side_effects.store_attr_mutations
+    except AttributeError:
+        return frozenset()
+    found = set()
+    for owner, names in assigned.items():
+        with suppress(AttributeError, NotImplementedError):  # made in the frame
+            found |= {f"{source_text(owner.source)}.{name}" for name in names}
+    return frozenset(found)
+
+
+def changed_objects() -> tuple[str, ...]:
+    """Source texts of the caller's objects that the traced code changes in Python, such as `L['self']`.
+
+    Dynamo makes these changes after every call of its graph. Left out are globals (transformers sets a
+    context variable, and sets it back), and the containers of `*args` and `**kwargs`.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+
+    code = current_root_code()
+    if code is None:
+        return ()
+    effects = InstructionTranslator.current_tx().output.side_effects
+    of_call = {f"L['{name}']" for name in code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]}
+    made_here = (AttributeMutationNew, ValueMutationNew)
+    given = [item for item in effects.id_to_variable.values() if item.source is not None]
+    changed = [x for x in given if not isinstance(x.mutation_type, made_here) and _is_changed(x, effects)]
+    texts = {source_text(item.source) for item in changed}
+    return tuple(sorted(text for text in texts - of_call if text.startswith("L[")))
+
+
+def _is_changed(item: Any, effects: Any) -> bool:
+    """An attribute that gets the constant that it has, at the end of the trace, is not changed."""
+    assigned, missing = effects.store_attr_mutations.get(item), object()
+    if not assigned:
+        return bool(effects.is_modified(item))
+    for name, value in assigned.items():
+        now = getattr(getattr(item, "value", None), name, missing)
+        if not value.is_python_constant() or repr(value.as_python_constant()) != repr(now):
+            return True
+    return False
+
+
+def returns_intermediates(gm: GraphModule) -> bool:
+    """The forward goes on with what Dynamo's graph returns: behind a graph break, or in a frame that called.
+
+    Of a forward that Dynamo cannot trace (a graph break in a loop), it traces the functions that it calls.
+    """
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        return True
+    library, is_caller, frame = torch.__path__[0], False, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_name != "compile_wrapper":
+        file = frame.f_code.co_filename
+        if is_caller and not file.startswith(library):
+            return True
+        is_caller |= file.endswith("convert_frame.py")
+        frame = frame.f_back
+    return False
+
+
+def source_text(source: Any) -> str:
+    return source.name if isinstance(source.name, str) else source.name()
+
+
+def current_root_code() -> CodeType | None:
+    """The code object whose frame Dynamo is compiling right now; None outside of a trace."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx().output.root_tx.f_code
+    except AttributeError:
+        return None
+
+
+def original_callable(compiled: Any) -> Any | None:
+    """What torch.compile wrapped: the module of an OptimizedModule, or the function."""
+    module = getattr(compiled, "_orig_mod", None)
+    return getattr(compiled, "_torchdynamo_orig_callable", None) if module is None else module
+
+
+def is_dynamo_control_flow(error: BaseException) -> bool:
+    """Exceptions by which Dynamo restarts a trace; Inductor raises some. They must never be swallowed."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+def is_specialization_error(error: BaseException) -> bool:
+    """A dimension that was marked dynamic turned out constant."""
+    return "Constraints violated" in str(error) or "ConstraintViolation" in type(error).__name__
+
+
+def backend_error(error: BaseException) -> BaseException:
+    """What a backend raised, where Dynamo wrapped it; else the error itself."""
+    return getattr(error, "inner_exception", error)
+
+
+def is_trace_error(error: BaseException) -> bool:
+    """Errors by which torch says that a call could not be traced (not those of running it)."""
+    from torch._dynamo import exc
+
+    return isinstance(error, (exc.TorchRuntimeError, exc.Unsupported, exc.UserError))
+
+
+def publish_graph(name: str, gm: GraphModule) -> None:
+    """Show a graph to depyf, which replaces the function called here by one that writes files."""
+    from torch._dynamo.utils import lazy_format_graph_code
+
+    lazy_format_graph_code(name, gm)

@@ -1,0 +1,68 @@
+"""Tensors, their storages, and containers of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_plain_tensor(tensor: Tensor) -> bool:
+    """No subclass (Parameters count as plain): a subclass hides its storages."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Inside of a transform of functions (vmap): it has no storage, and cannot leave the transform."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a wrapper subclass is made of; of any other tensor itself."""
+    if not hasattr(type(tensor), "__tensor_flatten__"):
+        return [tensor]
+    wrapper: Any = tensor
+    names, _ = wrapper.__tensor_flatten__()
+    return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identifies the storage that `tensor` views; works for fake tensors too."""
+    return tensor.untyped_storage()._cdata
+
+
+def storage_holders(tensor: Tensor) -> int:
+    """How many tensors, and storage objects of Python, hold the storage of `tensor`, itself included.
+
+    The look itself adds holders, and their number depends on the version; a new tensor shows how many.
+    """
+    return _references(tensor) - _references(torch.empty(1, device="cpu")) + 1
+
+
+def _references(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+
+
+def weak_alias(tensor: Tensor) -> Tensor:
+    """A tensor over the same device memory that does not keep the memory alive.
+
+    The pool of the captured graphs keeps the memory mapped. The next capture may reuse it, because the alias
+    does not own it.
+    """
+    storage = tensor.untyped_storage()
+    alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(alias, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def flatten(structure: Any) -> tuple[list[Any], Any]:
+    """(leaves, structure) of nested containers, ModelOutput included."""
+    return torch.utils._pytree.tree_flatten(structure)
+
+
+def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    return torch.utils._pytree.tree_unflatten(leaves, structure)
