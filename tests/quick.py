@@ -9,6 +9,7 @@ from pathlib import Path
 
 QUICK = {
     "piecewise_graph": ("test_buckets", "test_config", "test_counters", "test_context"),
+    "piecewise_graph._torch": ("test_torch_gates_tensors",),
     "piecewise_graph.splitter": ("test_splitter_steps",),
     "piecewise_graph.analysis": ("test_padding_rules",),
     "piecewise_graph.compiler": ("test_compiler",),

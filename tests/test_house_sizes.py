@@ -71,16 +71,16 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1115,
+    "beside": 1119,
     "_torch": 471,
-    "kernels": 440,
+    "kernels": 441,
     "splitter": 817,
     "analysis": 1553,
     "compiler": 1261,
     "recorder": 977,
     "runtime": 865,
     "inspection": 949,
-    "frontend": 899,
+    "frontend": 902,
     "custom_ops": 3216,
     "eagle": 2976,
     "bench": 645,

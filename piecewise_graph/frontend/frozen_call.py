@@ -50,7 +50,7 @@ class FrozenCall:
         self._expanded = frozenset(place for place, index in enumerate(inputs) if index in expanded)
         launches = self._device.type == "cuda" and not self._expanded
         self._copy = bind_copy(self._views) if launches else None
-        self._padding, self._pool = copies.padding, runtime.pool
+        self._padding, self._turns = copies.padding, runtime.pool.using()
         self._addressed = template if config.check == "always" else None
         made = rebuild(replay.bound.outputs)
         self._static = made if config.outputs == "static" else None
@@ -73,7 +73,7 @@ class FrozenCall:
             for low, end in self._memory:  # each microsecond counts here
                 if low <= address < end and not self._copies.is_apart(tensor, self._views[place]):
                     return MISS
-        with self._pool.using() as nested:
+        with self._turns as nested:
             if nested:
                 return MISS
             self._replay.check(context, self._addressed)

@@ -43,14 +43,15 @@ def bind_copy(destinations: Sequence[Tensor]) -> Copy | None:
     targets = [(tensor, tensor.numel()) for tensor in destinations] + [(destinations[0], 0)] * unused
     interleaved = [part for to, size in targets for part in (to, to, size)]
     device = destinations[0].device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    index = device.index if device.type == "cuda" else None
+    with torch.cuda.device(index) if index is not None else nullcontext():
         enqueue = _launcher().variant(interleaved, _BLOCK)
     grid = (-(-max(size for _, size in targets) // _BLOCK), len(destinations), 1)
     fixed = [(address(to), size) for to, size in targets]
     rest = tuple(part for to, size in fixed[len(destinations) :] for part in (to, to, size))
 
     def copy(sources: Sequence[Tensor]) -> bool:
-        if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        if index is not None and torch.cuda.current_device() != index:
             return False  # a launch would go to the other device
         arguments: list[Any] = []
         for source, (to, size) in zip(sources, fixed, strict=False):
