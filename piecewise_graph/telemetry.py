@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from piecewise_graph.reasons import remedy
@@ -49,6 +49,11 @@ class Counters:
         self._counts[name] += amount
         if reason is not None:
             self._counts[f"{name}:{reason}"] += amount
+
+    def add_each(self, amounts: Iterable[tuple[str, int]]) -> None:
+        """Add to several names at once, reasons included as `name:reason`: what every replay counts."""
+        for name, amount in amounts:
+            self._counts[name] += amount
 
     def snapshot(self) -> dict[str, int]:
         """All counts by name; every name of `NAMES` is present, reasons as they occurred."""

@@ -71,19 +71,19 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1119,
+    "beside": 1122,
     "_torch": 471,
     "kernels": 441,
     "splitter": 817,
     "analysis": 1553,
     "compiler": 1261,
     "recorder": 977,
-    "runtime": 865,
+    "runtime": 870,
     "inspection": 949,
     "frontend": 902,
     "custom_ops": 3216,
     "eagle": 2976,
-    "bench": 645,
+    "bench": 646,
     "cli": 703,
 }
 

@@ -92,7 +92,8 @@ def environment() -> dict[str, Any]:
 
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         env["triton"] = triton.__version__
-        env["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+        found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+        env["driver"] = found[0] if found else ""  # one line per GPU
     return env
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +61,19 @@ class Replay:
         self.not_full = not_full
         self.captured, self._addresses, self._pool = captured, addresses, pool
         self._look_inside, self._check_always = True, check_always
+        self._counted = tuple(self._counts())
+
+    def _counts(self) -> Iterator[tuple[str, int]]:
+        """What each replay counts: (name, amount)."""
+        yield "replays", 1
+        if self.captured.context is not None:
+            yield "full_replays", 1
+        if self.not_full is not None:
+            yield "not_full", 1
+            yield f"not_full:{self.not_full}", 1
+        for reason, segments in self.bound.unpadded.items():
+            yield "unpadded_segments", segments
+            yield f"unpadded_segments:{reason}", segments
 
     def check(self, context: ForwardContext, addressed: Sequence[Any] | None) -> None:
         """Refuse what the graphs do not fit. Call it inside `pool.using()`, before anything is copied in.
@@ -87,13 +100,7 @@ class Replay:
             views of the static outputs, which the next replay overwrites.
         """
         self._pool.run_off_default_stream(self.bound.calls)
-        counters.add("replays")
-        if self.captured.context is not None:
-            counters.add("full_replays")
+        counters.add_each(self._counted)
         self.captured.replays += 1
         self.captured.last_used = next(_clock)
-        if self.not_full is not None:
-            counters.add("not_full", reason=self.not_full)
-        for reason, segments in self.bound.unpadded.items():
-            counters.add("unpadded_segments", segments, reason=reason)
         return self.bound.outputs
