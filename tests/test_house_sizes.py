@@ -80,7 +80,7 @@ BUDGETS = {
     "recorder": 977,
     "runtime": 870,
     "inspection": 949,
-    "frontend": 902,
+    "frontend": 918,
     "custom_ops": 3216,
     "eagle": 2976,
     "bench": 646,

@@ -42,6 +42,7 @@ from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, Tr
 from piecewise_graph.frontend.model_backend import ModelBackend
 from piecewise_graph.frontend.one_token import Signature, is_of_transformers, signature
 from piecewise_graph.frontend.token_dims import TokenDims
+from piecewise_graph.frontend.untraced import untraced
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.side_channel import Purpose, TracedOnly
 from piecewise_graph.sizes import ShapeMiss
@@ -89,6 +90,7 @@ class CompiledModel:
         self._untraced: Callable[..., Any] | None = None  # the latest trace, until its first call
         self._at_one_token: list[Signature] | None = None
         self._answered = False
+        self._untraced_call = untraced()
         # Dynamo's cache lives as long as the code it compiled; graphs should not.
         weakref.finalize(self, ModelState.drop_graphs, self.model_state)
 
@@ -96,6 +98,8 @@ class CompiledModel:
         return getattr(self.__dict__["_model"], name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self._untraced_call(self, args, kwargs)
         args, kwargs = _with_plain_strides(args, kwargs)
         tensors = self._finder.tensors(args, kwargs)
         dims = self._finder.find(tensors)

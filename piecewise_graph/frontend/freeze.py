@@ -28,6 +28,7 @@ from piecewise_graph.frontend.compile import CompiledModel
 from piecewise_graph.frontend.frozen_call import MISS, FrozenCall
 from piecewise_graph.frontend.frozen_trace import FrozenTrace, Observed, check_distinct, observe
 from piecewise_graph.frontend.one_token import is_of_transformers
+from piecewise_graph.frontend.untraced import untraced
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.splitter.split_graph import Ref
 
@@ -79,6 +80,7 @@ class Frozen:
             (i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in inputs
         )
         self._calls: dict[Hashable, FrozenCall] = {}
+        self._untraced_call = untraced()
         model = getattr(compiled, "_model", None) or _torch.original_callable(compiled)
         self._module = model if isinstance(model, torch.nn.Module) else None
         self._training = self._module.training if self._module is not None else False
@@ -88,6 +90,8 @@ class Frozen:
         return self._trace.runtime.state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self._untraced_call(self, args, kwargs)
         known = (len(args), *kwargs) in self._flat_forms
         leaves = [*args, *kwargs.values()] if known else self._learn(args, kwargs)
         tensors = [leaves[index] for index, _ in self._trace.inputs]
