@@ -34,8 +34,16 @@ SPLIT = {
     "tree": Shape(WIDE, tree=True, tree_width=7),
     "tree in a window": Shape(WIDE, tree=True, window=280),
     "64 packed rows": Shape(((100, 9), (300, 2)), heads=20, kv_heads=4, head_dim=16),
+    "more splits than are combined at a time": Shape(((1100, 1), (5, 1)), heads=16, kv_heads=1, head_dim=256),
 }
-PREFILL = Shape(((0, 70), (100, 33), (0, 0), (60, 1)), heads=2, kv_heads=1, head_dim=16, page_size=64)
+_NARROW = {"heads": 2, "kv_heads": 1, "head_dim": 16, "page_size": 64}
+PREFILL = Shape(((0, 70), (100, 33), (0, 0), (60, 1)), **_NARROW)
+# In half precision 64 packed rows and more have tiles that all rows see, which are not masked.
+LARGE_TILES = {
+    "the first row sees all but one token of a tile": Shape(((62, 70), (0, 0), (190, 1)), **_NARROW),
+    "in a window": Shape(((62, 70), (200, 40)), **_NARROW, window=40),
+    "tree": Shape(((62, 40), (130, 40)), **_NARROW, tree=True),
+}
 
 
 EIGHT = {"heads": 8, "kv_heads": 2, "head_dim": 128}
@@ -85,6 +93,10 @@ class TestKernels:
     def test_prefill(self) -> None:
         check(case_of(PREFILL), 1e-5)
 
+    @pytest.mark.parametrize("name", LARGE_TILES)
+    def test_tiles_that_all_rows_see(self, name: str) -> None:
+        check(case_of(LARGE_TILES[name], torch.float16), TOLERANCE[torch.float16])
+
     @settings(max_examples=20 if INTERPRETED else 6)  # each may compile
     @given(shape=shapes(), seed=st.integers(0, 99))
     def test_random_batches(self, shape: Shape, seed: int) -> None:
@@ -99,13 +111,14 @@ class TestKernels:
         strided = dataclasses.replace(case, call=with_layout(case.call, layout))
         check(strided, 1e-5)
 
-    def test_rows_of_no_request_become_zeros_and_rows_beyond_the_batch_stay(self) -> None:
+    @pytest.mark.parametrize("behind", [3, 200])  # fewer and more than programs
+    def test_rows_of_no_request_become_zeros_and_rows_beyond_the_batch_stay(self, behind: int) -> None:
         case = case_of(Shape(((5, 1), (0, 7), (33, 3))))
-        padded = with_padding(case, behind=3, beyond=2)
+        padded = with_padding(case, behind, beyond=2)
         serve(padded.batch, padded.call, captured=False)
-        found = padded.call.out
-        assert torch.equal(found[11:14], torch.zeros_like(found[11:14]))
-        assert bool((found[14:] == 777.0).all())
+        found, tail = padded.call.out, slice(11, 11 + behind)
+        assert torch.equal(found[tail], torch.zeros_like(found[tail]))
+        assert bool((found[tail.stop :] == 777.0).all())
         wanted = expected(case)
         assert (found[:11].double().cpu() - wanted).norm() < 1e-5 * wanted.norm()
 

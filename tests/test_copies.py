@@ -53,6 +53,7 @@ class TestKernel:
 
     def test_what_it_cannot_serve(self) -> None:
         assert bind_copy([]) is None
+        assert bind_copy([torch.zeros(0, device=DEVICE)]) is None
         assert bind_copy([torch.zeros(4, device=DEVICE)] * (SLOTS + 1)) is None
         assert bind_copy([torch.zeros(4, dtype=torch.bool, device=DEVICE)]) is None
         assert bind_copy([torch.zeros(4, 4, device=DEVICE).t()[:, :2]]) is None

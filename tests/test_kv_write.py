@@ -37,8 +37,11 @@ for shape in SHAPES:
     kv_write.write_kv(batch, call, mask, packed)
     check_cache(case)
     if mask is not None:
-        bits = (packed[:, :, None].long() >> torch.arange(32)) & 1
-        assert torch.equal(bits.flatten(1)[:, : batch.query_len].bool(), mask)
+        # The same call with another mask, then with another place for it.
+        for seen, words in ((mask, packed), (~mask, packed), (mask, torch.empty_like(packed))):
+            kv_write.write_kv(batch, call, seen, words)
+            bits = (words[:, :, None].long() >> torch.arange(32)) & 1
+            assert torch.equal(bits.flatten(1)[:, : batch.query_len].bool(), seen)
     # Another batch with the same call and cache: its rows go to their own slots, and other rows are zeroed.
     other = replace(batch, slot_mapping=batch.slot_mapping.flip(0))
     kv_write.write_kv(other, call, mask, packed)
@@ -48,11 +51,16 @@ for shape in SHAPES:
     out = torch.cat([call.out, call.out[:3]])
     slots = torch.cat([batch.slot_mapping, batch.slot_mapping.new_zeros(3)])
     batch = replace(batch, slot_mapping=slots, query_len=None)  # three rows that belong to no request
-    kv_write.zero_padding(batch, call, out)
     starts = [*batch.qo_indptr.tolist(), len(out)]
-    for request, length in enumerate([*batch.seq_lens.tolist(), 0]):
-        rows = out[starts[request] : starts[request + 1]]
-        assert bool((rows == (WRONG if length else 0)).all()), (shape, request)
+    for found in (out, out.clone()):
+        kv_write.zero_padding(batch, call, found)
+        for request, length in enumerate([*batch.seq_lens.tolist(), 0]):
+            rows = found[starts[request] : starts[request + 1]]
+            assert bool((rows == (WRONG if length else 0)).all()), (shape, request)
+    kept = [out.clone() for _ in range(100)]  # each at an address of its own
+    for found in kept:
+        kv_write.zero_padding(batch, call, found)
+    assert len(call.memo) <= 64
 """
 
 
