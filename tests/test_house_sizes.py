@@ -72,11 +72,11 @@ def rooms_below() -> dict[str, set[str]]:
 # "beside" are the core's files beside its packages.
 BUDGETS = {
     "beside": 1122,
-    "_torch": 471,
+    "_torch": 474,
     "kernels": 441,
     "splitter": 817,
     "analysis": 1553,
-    "compiler": 1261,
+    "compiler": 1260,
     "recorder": 977,
     "runtime": 870,
     "inspection": 949,

@@ -34,6 +34,7 @@ def test_fake_values_shape_environment_and_expressions_of_a_graph() -> None:
     assert _torch.expression(7) == sympy.Integer(7)
     assert _torch.shape_env_of(gm) is size.node.shape_env
     assert _torch.fake_mode_of(gm) is _torch.example_value(x).fake_mode
+    assert any(value is _torch.example_value(x) for value in _torch.argument_values(gm))
 
 
 def test_graph_without_tensors_has_no_fake_mode() -> None:

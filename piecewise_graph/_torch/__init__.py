@@ -24,6 +24,7 @@ from piecewise_graph._torch.device import (
     stream_address as stream_address,
 )
 from piecewise_graph._torch.graphs import (
+    argument_values as argument_values,
     assigned_attributes as assigned_attributes,
     backend_error as backend_error,
     changed_objects as changed_objects,

@@ -16,6 +16,11 @@ def example_value(node: Node) -> Any:
     return node.meta.get("example_value")
 
 
+def argument_values(gm: GraphModule) -> list[Any]:
+    """`example_value` of each argument of the graph, in order."""
+    return [example_value(node) for node in gm.graph.find_nodes(op="placeholder")]
+
+
 def fake_mode_of(gm: GraphModule) -> Any | None:
     modes = (getattr(example_value(node), "fake_mode", None) for node in gm.graph.nodes)
     return next((mode for mode in modes if mode is not None), None)

@@ -160,10 +160,9 @@ def _symbolic_dims(gm: GraphModule) -> frozenset[tuple[int, int]]:
 
     Dynamo's guards on a tensor check the other sizes.
     """
-    values = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
     return frozenset(
         (index, dim)
-        for index, value in enumerate(values)
+        for index, value in enumerate(_torch.argument_values(gm))
         if isinstance(value, Tensor)
         for dim, size in enumerate(value.shape)
         if isinstance(size, torch.SymInt)

@@ -109,7 +109,7 @@ class _Prover:
         """What is proved of the structure of `key`."""
         proof = self._known.get((key.digest, claims))
         if proof is None:
-            inputs = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
+            inputs = _torch.argument_values(gm)
             proof = analyse(gm, inputs, claims, tokens, self.largest)
             self._known[key.digest, claims] = proof
         return proof

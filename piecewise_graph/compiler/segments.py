@@ -138,7 +138,7 @@ def _compile(
         stored: where other processes find it, and under which key (or the reason why it has none).
     """
     gm = step.gm
-    inputs = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = _torch.argument_values(gm)
     if not facts.computes:
         return CompiledSegment(key.digest, gm, gm.forward, facts, 0.0)
     # AOTAutograd mistakes two inputs of one storage, one of them written, for unrelated tensors.

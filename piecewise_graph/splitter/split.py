@@ -153,7 +153,7 @@ class _Lowering:
         self.slots: dict[Node, int] = {}
         self.symbols: set[sympy.Symbol] = set()
         self.assigned = _torch.assigned_attributes()
-        values = [_torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"]
+        values = _torch.argument_values(gm)
         specs = [TensorSpec.of(value) for value in values if isinstance(value, Tensor)]
         self.in_layouts = set().union(*(spec.symbols for spec in specs))
 
