@@ -291,4 +291,20 @@ MUTANTS = [
         "tests/test_copies.py -k cannot_serve",
         interpreted=True,
     ),
+    Mutant(
+        "a token is drawn that lies behind the last one with weight",
+        f"{METADATA}/accept_kernels.py",
+        "    return tl.minimum(hit, last)",
+        "    return hit",
+        "tests/test_metadata_kernels.py -k largest_uniform",
+        interpreted=True,
+    ),
+    Mutant(
+        "a draft outside of the vocabulary is looked up in the next row",
+        f"{METADATA}/accept_kernels.py",
+        "known = draft & live & (token >= 0) & (token < vocab)",
+        "known = draft & live & (token >= 0)",
+        "tests/test_metadata_kernels.py -k outside_of_the_vocabulary",
+        interpreted=True,
+    ),
 ]

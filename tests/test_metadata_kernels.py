@@ -52,6 +52,16 @@ def agree(op: md.MetadataOp, *args: object, **kwargs: object) -> None:
             given_value.copy_(value)
 
 
+def kernel_alone(op: md.MetadataOp, *args: object, **kwargs: object) -> None:
+    """The kernel on the device; then the arguments get the results."""
+    flat = op.flatten(*args, **kwargs)
+    ours = copies(flat, DEVICE)
+    op.kernel(ours)()
+    for given_value, value in zip(flat, ours, strict=True):
+        if isinstance(value, Tensor):
+            given_value.copy_(value)
+
+
 def garbage(bundle: object) -> object:
     for tensor in bundle.args:
         if isinstance(tensor, Tensor):
@@ -168,6 +178,38 @@ class TestKernels:
         q = torch.tensor([0.5, 0.5, 0.5]).expand(2, 1, 3).contiguous()
         out = md.Accepted.allocate(batch, nodes=2, steps=1)
         agree(md.accept_chain, batch, tokens, p, q, torch.full((2, 2), 0.75), out)
+
+    @pytest.mark.parametrize("rule", ["ratio", "mass"])
+    def test_the_largest_uniform_draws_a_token_that_has_weight(self, rule: str) -> None:
+        """uniform * total, and sums in another order, may round up beyond every cumulated weight."""
+        size, vocab = 24, 70_000  # nine blocks
+        generator = torch.Generator().manual_seed(3)
+        batch = random_batch(3, size, 1, room=3)
+        batch = replace(batch, requests=torch.arange(1, size + 1, dtype=torch.int32) % len(batch.table))
+        p = (torch.randn(size, 2, vocab, generator=generator) * 2).softmax(-1)
+        p[:, :, vocab // 2 :] = 0  # whole blocks without weight at the end
+        q, tokens = p[:, :1] * 0.999, torch.zeros(size * 2, dtype=torch.int32)
+        uniforms = torch.full((size, 2), 1 - 2**-24)
+        out = md.Accepted.allocate(batch, nodes=2, steps=1)
+        if rule == "ratio":
+            kernel_alone(md.accept_chain, batch, tokens, p, q, uniforms, out)
+        else:
+            kernel_alone(md.accept_tree, batch, tokens, p, uniforms, out)
+        drawn = out.bonus[batch.requests != 0]
+        assert bool(((drawn >= 0) & (drawn < vocab // 2)).all())
+
+    @pytest.mark.parametrize("token", [-1, 7, 8])
+    @pytest.mark.parametrize("rule", ["ratio", "mass"])
+    def test_a_draft_outside_of_the_vocabulary_is_refused(self, rule: str, token: int) -> None:
+        batch = random_batch(2, 3, 1, room=3)
+        tokens = torch.tensor([0, token] * 3, dtype=torch.int32)
+        p, uniforms = torch.full((3, 2, 7), 1 / 7), torch.zeros(3, 2)
+        out = md.Accepted.allocate(batch, nodes=2, steps=1)
+        if rule == "ratio":
+            kernel_alone(md.accept_chain, batch, tokens, p, p[:, :1].clone(), uniforms, out)
+        else:
+            kernel_alone(md.accept_tree, batch, tokens, p, uniforms, out)
+        assert out.accept_length.tolist() == (batch.requests != 0).int().tolist()
 
     def test_lengths_may_advance_in_place(self) -> None:
         batch = random_batch(3, 4, 1, room=5)
