@@ -69,12 +69,21 @@ def old_objects_aside() -> Iterator[None]:
         gc.unfreeze()
 
 
-def assert_no_growth(cycle: Callable[[], None], cycles: int, *, objects: int, resident: int) -> None:
+def assert_no_growth(
+    cycle: Callable[[], None],
+    cycles: int,
+    *,
+    objects: int,
+    resident: int,
+    below_us: Callable[[], int] = lambda: 0,
+) -> None:
     """Assert as many device bytes, tensors and objects of ours after `cycles` as after a tenth of them.
 
     Args:
         objects: how many other objects may be left over.
         resident: bytes by which the process may grow.
+        below_us: returns the bytes by which it may grow besides. It is asked after the cycles: they have used
+            up what earlier tests gave back to the process, so that all that is kept makes the process larger.
     """
     with old_objects_aside():
         for _ in range(cycles // 10):
@@ -86,7 +95,8 @@ def assert_no_growth(cycle: Callable[[], None], cycles: int, *, objects: int, re
         assert (after.ours, after.tensors) == (before.ours, before.tensors)
         assert (after.allocated, after.reserved) == (before.allocated, before.reserved)
         assert after.objects - before.objects <= objects
-        assert resident_bytes() - size <= resident
+        grown = resident_bytes() - size
+    assert grown <= resident or grown <= resident + below_us()
 
 
 def left_by_bare_graphs(device: torch.device, graphs: int, cycles: int) -> int:
@@ -138,9 +148,11 @@ def test_1000_captures_and_releases_leave_nothing(device: torch.device) -> None:
             fast(x)
         pool.release()
 
-    below_us = left_by_bare_graphs(device, graphs=3 * sizes + 1, cycles=cycles)
+    def below_us() -> int:
+        return left_by_bare_graphs(device, graphs=3 * sizes + 1, cycles=cycles)
+
     with pg.counters.expect(tapes=cycles * sizes, replays=cycles, compiles=3, failed_captures=0, fallbacks=0):
-        assert_no_growth(cycle, cycles, objects=50, resident=16 * MIB + below_us)
+        assert_no_growth(cycle, cycles, objects=50, resident=16 * MIB, below_us=below_us)
     assert pool.bytes() == pg.explain(fast).buffer_bytes == 0
 
 
