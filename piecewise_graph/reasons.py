@@ -50,7 +50,7 @@ REMEDIES = {
     "no_padding_proof": "read in pg.explain which op it is; pg.register_padding_rule for an op of your own",
     "overlapping_memory": "make it contiguous: the argument, or the result of a splitting op",
     "padding_unproven": "capture with pg.capture on inputs that differ from token to token",
-    "proof_failed": "let the segment run at half the bucket too, or use sizes that are capture sizes",
+    "proof_failed": "let the segment run at sizes below the bucket too, or use sizes that are capture sizes",
     "size_is_a_number": "pass the number as a tensor, or use sizes that are capture sizes",
     # cache_dir
     "checksum": _REPLACED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import sympy
@@ -91,7 +91,13 @@ def evaluate(expr: sympy.Expr, sizes: Sizes) -> int:
     if expr.is_Integer:
         return int(expr)
     value = sizes.get(expr)  # most expressions are the token symbol itself
-    return int(substitute(expr, sizes)) if value is None else value
+    return _computed(expr, tuple(sizes.items())) if value is None else value
+
+
+@lru_cache(maxsize=4096)
+def _computed(expr: sympy.Expr, sizes: tuple[tuple[sympy.Symbol, int], ...]) -> int:
+    """The layers of a model ask for the same strides over and over."""
+    return int(substitute(expr, dict(sizes)))
 
 
 def substitute(expr: sympy.Basic, sizes: Sizes) -> sympy.Basic:

@@ -71,16 +71,16 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1122,
+    "beside": 1125,
     "_torch": 474,
     "kernels": 441,
     "splitter": 817,
     "analysis": 1553,
     "compiler": 1260,
-    "recorder": 977,
+    "recorder": 979,
     "runtime": 870,
     "inspection": 949,
-    "frontend": 918,
+    "frontend": 920,
     "custom_ops": 3216,
     "eagle": 2976,
     "bench": 646,

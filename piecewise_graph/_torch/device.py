@@ -28,10 +28,13 @@ def clear_cublas_workspaces() -> None:
 
 
 def pool_bytes(pool_id: tuple[int, int]) -> int:
-    """Bytes of device memory that a graph pool holds."""
+    """Bytes of device memory that a graph pool holds.
+
+    Asked twice per captured bucket: a snapshot of all memory would list every weight of the model.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        segments = torch.cuda.memory_snapshot()
+        segments = torch.cuda.memory_snapshot(pool_id, include_traces=False)
     return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool_id))
 
 

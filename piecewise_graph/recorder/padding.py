@@ -4,7 +4,8 @@ Note [Trials]
 That padding is harmless is proved by structure (analysis/). A proved segment gets one trial per compiled
 code, on the weights and rows of a live call, because a compiler may be wrong: once at k tokens, once padded
 from k to the bucket, with NaN in the tails of floats. k is at most half the bucket, so that a dependence on
-the size itself shows.
+the size itself shows, and of a large bucket an eighth: what the trial holds at once is little more than what
+the forward after it needs.
 
 With `padding="tried"`, trials stand in for the missing proof of a segment, in each bucket. They may be
 fooled. Three run on the live inputs: with the tails that a replay has (zeros in integers, NaN in floats),
@@ -34,6 +35,7 @@ from piecewise_graph.splitter.split_graph import Ref, SegmentStep, Size
 
 MakeTail = Callable[[Tensor], Tensor]
 
+_ENOUGH_ROWS = 16  # that a trial compares, where half the bucket is as many
 
 UNPROVEN = "padding_unproven"  # the inputs at hand prove nothing
 
@@ -41,7 +43,8 @@ UNPROVEN = "padding_unproven"  # the inputs at hand prove nothing
 def probe_size(program: Program, num_tokens: int, bucket: int) -> int | None:
     """A token count below `bucket` at which the trace is valid; None where there is none to try."""
     low = program.contract.ranges[0][0] if program.contract.ranges else 1
-    for size in (max(low or 1, bucket // 2), num_tokens):
+    few = min(bucket // 2, max(bucket // 8, _ENOUGH_ROWS))
+    for size in (max(low or 1, few), num_tokens):
         fits = 0 < size < bucket and size <= num_tokens
         if fits and program.contract.size_violation(program.sizes_at(size)) is None:
             return size
