@@ -3,10 +3,11 @@
     python -m benchmarks.compare_commits --old OLD --new NEW
 
 Both are folders that hold `benchmarks/` and an installed copy of the project (`pip install --target OLD .`).
-A process of one and a process of the other take turns, three each. Every figure of the new commit is held
-against the old one: the ratio of medians has to be at most 1.02, or within the spread that the old commit
-shows against itself. A run that was cut short keeps the turns that it has; `--resume` makes the others, on
-the same machine.
+A process of one and a process of the other take turns, three each. Host time depends more on the core, its
+clock and its neighbours than on the commit, so the two processes that time frozen calls live side by side on
+one core, and time ten rounds each by turns. Every figure of the new commit is held against the old one: the
+ratio of medians has to be at most 1.02, or within the spread that the old commit shows against itself. A run
+that was cut short keeps the turns that it has; `--resume` makes the others, on the same machine.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commit_child import TURN
 from benchmarks.common import RESULTS, Mark, environment, table, write
 
 LIMIT = 1.02
 Figures = dict[str, float]
+Process = subprocess.Popen[str]
 
 # Code for exact sizes is left out: it is chosen by timing, and differs from process to process by itself.
 _RUNS = {
@@ -33,6 +37,7 @@ _RUNS = {
     "bench_eagle": "--shapes 1b --heads eagle1 --batches 1 --variants full --turns 2 --rounds 5 --no-pair "
     "--specialize= --draft-specialize=",
 }
+_SIDE_BY_SIDE = ("bench_host",)
 _KEYS = (
     "shape",
     "head",
@@ -78,26 +83,84 @@ def compared(old: Sequence[Figures], new: Sequence[Figures]) -> tuple[list[dict[
     return rows, marks
 
 
-_CHILD = """
-import importlib, json, os, sys
-cache, runs = json.loads(sys.argv[1])
-importlib.import_module("benchmarks.bench_backend")  # it moves the compilers' caches to an empty folder
-os.environ |= {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache + "/triton"}
-for name, *options in runs:
-    importlib.import_module("benchmarks." + name).main(options)
-"""
+@dataclass(frozen=True)
+class Side:
+    """One commit: the folder of its installed copy. What one process compiles there, the next one finds."""
+
+    folder: Path
+
+    def start(self, runs: Mapping[str, str], core: int | None = None) -> Process:
+        """A process that runs these benchmarks; with a core, it waits for its turns (commit_child.py)."""
+        given = [(name, *text.split(), "--out", str(self._file(name))) for name, text in runs.items()]
+        told = json.dumps({"cache": str(self.folder / "compiled"), "core": core, "runs": given})
+        pipe = None if core is None else subprocess.PIPE
+        return subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("commit_child.py")), told],
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": str(self.folder)},
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+        )
+
+    def found(self, names: Iterable[str]) -> Figures:
+        """What its last processes have measured."""
+        measured: Figures = {}
+        for name in names:
+            measured |= figures(name, json.loads(self._file(name).read_text())["rows"])
+        return measured
+
+    def _file(self, name: str) -> Path:
+        return self.folder / "measured" / f"{name}.json"
 
 
-def measure(folder: Path, runs: Mapping[str, str], results: Path) -> Figures:
-    """All benchmarks of one commit, in a process of its own; what it compiled, its next process finds."""
-    given = [(name, *text.split(), "--out", str(results / f"{name}.json")) for name, text in runs.items()]
-    told = json.dumps([str(folder / "compiled"), given])
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    subprocess.run([sys.executable, "-c", _CHILD, told], cwd=folder, env=environment, check=True)
-    found: Figures = {}
-    for name in runs:
-        found |= figures(name, json.loads((results / f"{name}.json").read_text())["rows"])
-    return found
+def measure(sides: Sequence[Side], runs: Mapping[str, str]) -> list[Figures]:
+    """One turn: all benchmarks of each side.
+
+    Raises:
+        subprocess.CalledProcessError: a benchmark failed.
+    """
+    alone = {name: text for name, text in runs.items() if name not in _SIDE_BY_SIDE}
+    together = {name: text for name, text in runs.items() if name in _SIDE_BY_SIDE}
+    for side in sides if alone else ():
+        _ended(side.start(alone))
+    if together:
+        core = max(os.sched_getaffinity(0))
+        _side_by_side([side.start(together, core) for side in sides])
+    return [side.found(runs) for side in sides]
+
+
+def _side_by_side(processes: Sequence[Process]) -> None:
+    """Prepare all at once; then let one of them time at a time."""
+    try:
+        running = [process for process in processes if _wants_a_turn(process)]
+        while running:
+            for process in tuple(running):
+                assert process.stdin is not None
+                process.stdin.write("\n")
+                process.stdin.flush()
+                if not _wants_a_turn(process):
+                    running.remove(process)
+        for process in processes:
+            _ended(process)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _wants_a_turn(process: Process) -> bool:
+    """Wait until it does, or has ended; what it prints before that is for people."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == TURN:
+            return True
+        print(line, end="")
+    return False
+
+
+def _ended(process: Process) -> None:
+    if process.wait():
+        raise subprocess.CalledProcessError(process.returncode, "a benchmark, see above")
 
 
 def turns_of(path: Path, names: Mapping[str, str]) -> tuple[list[Figures], list[Figures]]:
@@ -133,9 +196,10 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     names = dict(zip(("old_commit", "new_commit"), options.names.split(","), strict=True))
     old, new = turns_of(options.out, names) if options.resume else ([], [])
+    sides = Side(options.old.resolve()), Side(options.new.resolve())
     while len(new) < options.turns:
-        old.append(measure(options.old.resolve(), runs, options.out.resolve().parent))
-        new.append(measure(options.new.resolve(), runs, options.out.resolve().parent))
+        for turns, found in zip((old, new), measure(sides, runs), strict=True):
+            turns.append(found)
         rows, marks = compared(old, new)
         # After every turn: a run that is cut short keeps the turns that it has.
         command = f"python -m benchmarks.compare_commits --old OLD --new NEW --turns {options.turns}"

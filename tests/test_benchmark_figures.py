@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,3 +48,41 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert [mark.value <= mark.limit for mark in marks] == [True, False]
     with pytest.raises(SystemExit, match="holds another comparison"):
         benchmark.turns_of(out, names | {"new_commit": "c"})
+
+
+_BENCHMARK = """
+import json, sys
+from collections import namedtuple
+from pathlib import Path
+Timing = namedtuple("Timing", "median low high")
+def alternate_host(sides, *, rounds):
+    with open(Path.cwd().parent / "order", "a") as order:
+        order.write(f"{Path.cwd().name} {rounds}\\n")
+    return {name: Timing(*call()) for name, call in sides.items()}
+def main(arguments):
+    assert arguments[:2] == ["--shapes", "deep"] and "--quick" in arguments, arguments
+    median = alternate_host({"copied": lambda: (COST, 1, 3)}, rounds=35)["copied"].median
+    Path(arguments[-1]).parent.mkdir(exist_ok=True)
+    Path(arguments[-1]).write_text(json.dumps({"rows": [{"tokens": 1, "copied_us": median}]}))
+"""
+
+
+def test_commits_time_host_work_by_turns(tmp_path: Path) -> None:
+    for name, cost in (("old", 4.0), ("new", 3.0)):
+        folder = tmp_path / name / "benchmarks"
+        folder.mkdir(parents=True)
+        for module in ("__init__", "bench_backend"):
+            (folder / f"{module}.py").touch()
+        (folder / "bench_host.py").write_text(_BENCHMARK.replace("COST", str(cost)))
+    benchmark, out = importlib.import_module("benchmarks.compare_commits"), tmp_path / "out.json"
+    given = ["--old", str(tmp_path / "old"), "--new", str(tmp_path / "new"), "--options=--quick"]
+    given += ["--benchmarks", "bench_host", "--out", str(out)]
+    assert benchmark.main([*given, "--turns", "2"]) == 0
+    assert (tmp_path / "order").read_text().split("\n")[:-1] == 2 * 3 * ["old 10", "new 10"]
+    row = json.loads(out.read_text())["rows"][1]
+    assert (row["ratio"], row["old_turns"], row["new_turns"]) == (0.75, [4.0, 4.0], [3.0, 3.0])
+    (tmp_path / "new" / "benchmarks" / "bench_host.py").write_text(
+        "alternate_host, main = 0, lambda _: exit(3)"
+    )
+    with pytest.raises(subprocess.CalledProcessError, match=r"see above.*3"):
+        benchmark.main([*given, "--turns", "1"])
