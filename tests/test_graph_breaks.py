@@ -130,6 +130,57 @@ def test_one_token_after_others_behind_a_break(device: torch.device) -> None:
         assert_same(fast(x), model(x))
 
 
+def with_a_result(x: Tensor) -> Tensor:
+    y = ops.mix(x) + 1
+    torch._dynamo.graph_break()
+    return y * 2 + x
+
+
+def with_a_view(x: Tensor) -> Tensor:
+    y = x[None]
+    torch._dynamo.graph_break()
+    return (y * 2 + x)[0]
+
+
+def with_more_rows(x: Tensor) -> Tensor:
+    y = torch.cat([x, x * 3])
+    torch._dynamo.graph_break()
+    return ops.mix(y)[: x.shape[0]] + x
+
+
+def with_two_results(x: Tensor) -> Tensor:
+    y = x + 1
+    torch._dynamo.graph_break()
+    z = ops.mix(y)
+    torch._dynamo.graph_break()
+    return y + z + x
+
+
+def with_a_sum(x: Tensor) -> Tensor:
+    y = x.sum(0)
+    torch._dynamo.graph_break()
+    return y + x
+
+
+@pytest.mark.parametrize("model", [with_a_result, with_a_view, with_more_rows, with_two_results, with_a_sum])
+def test_an_argument_meets_results_behind_a_break(model: Callable, device: torch.device) -> None:
+    """Dynamo would fix the sizes of results, and of the argument with them."""
+    fast = compiled(model)
+    for count in (6, 9, 3, 6, 1, 12, 3):
+        x = rows(count, device)
+        assert_same(fast(x), model(x))
+
+
+@pytest.mark.parametrize("model, frames", [(with_a_result, 2), (with_two_results, 3)])
+def test_one_trace_per_part_serves_all_sizes(model: Callable, frames: int, device: torch.device) -> None:
+    fast, counts = compiled(model, capture_sizes=[4, 16], max_tokens=16), (6, 9, 3, 6, 12, 3)
+    sizes = 2  # of which the first calls are captured
+    expected = {"traces": frames, "tapes": frames * sizes, "replays": frames * (len(counts) - sizes)}
+    with pg.counters.expect(**expected, fallbacks=0):
+        for count in counts:
+            fast(rows(count, device))
+
+
 def view_of_a_result(x: Tensor) -> Tensor:
     y = ops.mix(x) + 1
     later = y[:, 1:]

@@ -198,43 +198,6 @@ def test_shapes_that_do_not_fit_are_a_trace_error_and_running_is_not() -> None:
     assert not _torch.is_trace_error(RuntimeError("while running"))
 
 
-# --- marks and guards ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mark", [_torch.mark_dynamic, _torch.maybe_mark_dynamic])
-def test_marked_dimension_is_traced_once_for_all_sizes(mark: Callable[[Tensor, int], None]) -> None:
-    traced = Traced()
-    fast = torch.compile(lambda x: x * 2, backend=traced)
-    for count in (5, 6, 7):
-        x = torch.ones(count, 8)
-        mark(x, 0)
-        mark(x, 0)
-        fast(x)
-    assert len(traced.graphs) == 1
-
-
-def test_weak_mark_may_be_fixed_by_the_model() -> None:
-    x = torch.ones(6, 8)
-    _torch.maybe_mark_dynamic(x, 0)
-    trace(lambda x: x.view(6, 8) + torch.ones(6, 8), x)
-
-
-def test_without_shape_guards_one_trace_serves_one_token_and_other_guards_stay() -> None:
-    traced = Traced()
-    model = Small()
-    fast = torch.compile(model, backend=traced, options={"guard_filter_fn": _torch.drop_shape_guards})
-    for count in (5, 1, 9):
-        x = torch.randn(count, 8)
-        if count > 1:
-            _torch.mark_dynamic(x, 0)
-        torch.testing.assert_close(fast(x), model(x))
-    assert len(traced.graphs) == 1
-    fast(torch.randn(5, 8, dtype=torch.float32).requires_grad_())
-    model.train(not model.training)
-    fast(torch.randn(5, 8))
-    assert len(traced.graphs) > 1
-
-
 # --- completeness -------------------------------------------------------------------------------------
 
 

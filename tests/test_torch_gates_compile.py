@@ -300,6 +300,14 @@ def test_graphs_with_which_the_forward_goes_on_are_told() -> None:
     assert trace(Model(), torch.ones(3), look=look).seen == [False]
 
 
+def test_results_of_a_graph_are_known_before_it_runs() -> None:
+    def look(gm: GraphModule) -> None:
+        (sizes,) = [value.shape for value in _torch.returned_values(gm) if isinstance(value, Tensor)]
+        assert isinstance(sizes[0], torch.SymInt) and sizes[1] == 4
+
+    trace(lambda x: (x[:, :4] + 1, 3), dynamic(6, 8), look=look)
+
+
 def test_a_backend_hears_of_the_next_reset() -> None:
     class Backend:
         resets = 0

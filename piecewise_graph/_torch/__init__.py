@@ -38,6 +38,7 @@ from piecewise_graph._torch.graphs import (
     original_callable as original_callable,
     placeholder_source as placeholder_source,
     publish_graph as publish_graph,
+    returned_values as returned_values,
     returns_intermediates as returns_intermediates,
 )
 from piecewise_graph._torch.ops import (
@@ -61,6 +62,7 @@ from piecewise_graph._torch.settings import (
     maybe_mark_dynamic as maybe_mark_dynamic,
     raise_recompile_limit as raise_recompile_limit,
     tell_of_reset as tell_of_reset,
+    weaken_marks as weaken_marks,
 )
 from piecewise_graph._torch.symbols import (
     add_size as add_size,

@@ -21,6 +21,12 @@ def argument_values(gm: GraphModule) -> list[Any]:
     return [example_value(node) for node in gm.graph.find_nodes(op="placeholder")]
 
 
+def returned_values(gm: GraphModule) -> list[Any]:
+    """`example_value` of each result of the graph, in order."""
+    results: Any = gm.graph.output_node().args[0]
+    return [example_value(item) if isinstance(item, Node) else item for item in results]
+
+
 def fake_mode_of(gm: GraphModule) -> Any | None:
     modes = (getattr(example_value(node), "fake_mode", None) for node in gm.graph.nodes)
     return next((mode for mode in modes if mode is not None), None)

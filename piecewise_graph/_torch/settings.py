@@ -24,6 +24,12 @@ def maybe_mark_dynamic(tensor: Tensor, dim: int) -> None:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
+def weaken_marks(tensor: Tensor) -> None:
+    """From here on, a model may fix the sizes that mark_dynamic named."""
+    for dim in vars(tensor).pop("_dynamo_dynamic_indices", ()):
+        maybe_mark_dynamic(tensor, dim)
+
+
 def drop_shape_guards(guards: Sequence[Any]) -> list[bool]:
     """A `guard_filter_fn` that keeps everything but SHAPE_ENV (the Notes in frontend/compile.py say why)."""
     return [guard.guard_type != "SHAPE_ENV" for guard in guards]
