@@ -151,15 +151,18 @@ class TokenDimError(PiecewiseError):
     @classmethod
     def specialized(cls, cause: str) -> TokenDimError:
         return cls(
-            f"the model fixes its token count while it is traced, so one graph cannot serve others: {cause}",
-            "look for int(T), range(T) or a shape written as a constant in the model's forward; "
-            "or use torch.compile(model, backend='piecewise'), which traces once per size.",
+            f"the model fixes a size that the caller has marked as dynamic: {cause}",
+            "leave out torch._dynamo.mark_dynamic; pg.compile marks what varies.",
         )
 
     @classmethod
-    def too_many_traces(cls, limit: int, reason: str) -> TokenDimError:
-        what = f"the model needs more than {limit} traces for its token counts, the last because {reason}."
-        return cls(what, "remove branches on the token count from forward, or compile parts of the model.")
+    def fixed(cls, counts: Sequence[int]) -> TokenDimError:
+        """Logged, not raised: answers are right."""
+        return cls(
+            "the model fixes its token count while it is traced: each size is traced and compiled anew, "
+            f"so far {' and '.join(map(str, counts))}.",
+            "look for int(T), range(T) or a shape written as a constant in the model's forward.",
+        )
 
 
 class TraceError(PiecewiseError):

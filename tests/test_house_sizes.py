@@ -71,8 +71,8 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1125,
-    "_torch": 482,
+    "beside": 1127,
+    "_torch": 473,
     "kernels": 441,
     "splitter": 817,
     "analysis": 1553,
@@ -80,7 +80,7 @@ BUDGETS = {
     "recorder": 979,
     "runtime": 870,
     "inspection": 949,
-    "frontend": 947,
+    "frontend": 950,
     "custom_ops": 3216,
     "eagle": 2976,
     "bench": 646,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -240,14 +239,13 @@ def test_symbol_that_a_trace_fixed_is_told() -> None:
 # --- marks and guards ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mark", [_torch.mark_dynamic, _torch.maybe_mark_dynamic])
-def test_marked_dimension_is_traced_once_for_all_sizes(mark: Callable[[Tensor, int], None]) -> None:
+def test_marked_dimension_is_traced_once_for_all_sizes() -> None:
     traced = Traced()
     fast = torch.compile(lambda x: x * 2, backend=traced)
     for count in (5, 6, 7):
         x = torch.ones(count, 8)
-        mark(x, 0)
-        mark(x, 0)
+        _torch.maybe_mark_dynamic(x, 0)
+        _torch.maybe_mark_dynamic(x, 0)
         fast(x)
     assert len(traced.graphs) == 1
 
@@ -258,19 +256,6 @@ def test_weak_mark_may_be_fixed_by_the_model() -> None:
     trace(lambda x: x.view(6, 8) + torch.ones(6, 8), x)
 
 
-def test_weakened_marks_no_longer_bind() -> None:
-    x, other = torch.ones(6, 8), torch.ones(7, 8)
-    for tensor in (x, other):
-        _torch.mark_dynamic(tensor, 0)
-        _torch.weaken_marks(tensor)
-        _torch.weaken_marks(tensor)
-    trace(lambda x: x.view(6, 8) + torch.ones(6, 8), x)
-    traced = Traced()
-    fast = torch.compile(lambda x: x * 2, backend=traced)
-    fast(x), fast(other)
-    assert len(traced.graphs) == 1
-
-
 def test_without_shape_guards_one_trace_serves_one_token_and_other_guards_stay() -> None:
     traced = Traced()
     model = Small()
@@ -278,7 +263,7 @@ def test_without_shape_guards_one_trace_serves_one_token_and_other_guards_stay()
     for count in (5, 1, 9):
         x = torch.randn(count, 8)
         if count > 1:
-            _torch.mark_dynamic(x, 0)
+            _torch.maybe_mark_dynamic(x, 0)
         torch.testing.assert_close(fast(x), model(x))
     assert len(traced.graphs) == 1
     fast(torch.randn(5, 8, dtype=torch.float32).requires_grad_())

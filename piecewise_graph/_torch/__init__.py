@@ -58,11 +58,9 @@ from piecewise_graph._torch.settings import (
     drop_shape_guards as drop_shape_guards,
     floats_stay_constants as floats_stay_constants,
     guard_every_weight as guard_every_weight,
-    mark_dynamic as mark_dynamic,
     maybe_mark_dynamic as maybe_mark_dynamic,
     raise_recompile_limit as raise_recompile_limit,
     tell_of_reset as tell_of_reset,
-    weaken_marks as weaken_marks,
 )
 from piecewise_graph._torch.symbols import (
     add_size as add_size,

@@ -10,24 +10,11 @@ import torch
 from torch import Tensor
 
 
-def mark_dynamic(tensor: Tensor, dim: int) -> None:
-    """Ask Dynamo to trace `tensor.size(dim)` as a symbol. Cheap when it was marked before."""
-    marked = getattr(tensor, "_dynamo_dynamic_indices", None)
-    if marked is None or dim not in marked:
-        torch._dynamo.mark_dynamic(tensor, dim)
-
-
 def maybe_mark_dynamic(tensor: Tensor, dim: int) -> None:
-    """Like mark_dynamic, but the model may fix the size without an error."""
+    """Ask Dynamo to trace `tensor.size(dim)` as a symbol, if the model allows. Cheap for a marked tensor."""
     marked = getattr(tensor, "_dynamo_weak_dynamic_indices", None)
     if marked is None or dim not in marked:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
-
-
-def weaken_marks(tensor: Tensor) -> None:
-    """From here on, a model may fix the sizes that mark_dynamic named."""
-    for dim in vars(tensor).pop("_dynamo_dynamic_indices", ()):
-        maybe_mark_dynamic(tensor, dim)
 
 
 def drop_shape_guards(guards: Sequence[Any]) -> list[bool]:

@@ -27,7 +27,7 @@ dtype only, one that became None, one that left the parameters (pruning). So the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -115,7 +115,7 @@ class CompiledModel:
             if count == 1:
                 self._trace_longer(args, kwargs, tensors, dims)
         if count > 1:
-            _mark(tensors, dims, named=self._finder.named | {leader})
+            _mark(tensors, dims)
         known = len(self.model_state.signatures)
         try:
             if count == 1 and not self._serves_one_token(args, kwargs):
@@ -160,10 +160,8 @@ class CompiledModel:
         return self._answer_anew(miss, args, kwargs, count)
 
     def _answer_anew(self, miss: ShapeMiss, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> Any:
-        if miss.sizes_differ or count == 1:
+        if miss.sizes_differ or count == 1 or len(self._traces) >= _MAX_TRACES:
             return self._answer_guarded(args, kwargs)
-        if len(self._traces) >= _MAX_TRACES:
-            raise TokenDimError.too_many_traces(_MAX_TRACES, miss.what)
         self._traces.insert(0, self._new_trace(guards="relaxed"))
         return self._call(self._traces[0], args, kwargs)
 
@@ -232,7 +230,7 @@ class CompiledModel:
     ) -> None:
         """Trace on the single row repeated, executing nothing. What cannot be traced so is left to Dynamo."""
         longer = {id(tensors[name]): _repeated(tensors[name], dims[name]) for name in dims}
-        _mark({name: longer[id(tensors[name])] for name in dims}, dims, named=set(dims))
+        _mark({name: longer[id(tensors[name])] for name in dims}, dims)
         # A model that cannot take the repeated row is traced at T = 1 by the call itself.
         with self.model_state.channel.calls_for(Purpose.TRACE), suppress(TracedOnly, RuntimeError):
             self._traced(
@@ -273,11 +271,10 @@ def _stop(*_: Any) -> Any:
     raise TracedOnly
 
 
-def _mark(tensors: Mapping[str, Tensor], dims: Mapping[str, tuple[int, ...]], named: Collection[str]) -> None:
+def _mark(tensors: Mapping[str, Tensor], dims: Mapping[str, tuple[int, ...]]) -> None:
     for name, places in dims.items():
         for dim in places:
-            mark = _torch.mark_dynamic if name in named else _torch.maybe_mark_dynamic
-            mark(tensors[name], dim)
+            _torch.maybe_mark_dynamic(tensors[name], dim)
 
 
 def _with_plain_strides(

@@ -1,9 +1,8 @@
 """What pg.compile tells Dynamo of the tensors that cross a graph break.
 
 Dynamo traces what lies behind a break with the tensors that the graph before it returned, and takes their
-sizes for constants at first. Added to an argument of the call, they would fix its token count, which is an
-error where pg.compile has marked it. So results are marked too. And behind a break no mark binds: a part of
-the forward has run, so it is too late for an error.
+sizes for constants at first. Added to an argument of the call, they would fix its token count too. So
+results are marked like arguments.
 """
 
 from __future__ import annotations
@@ -19,18 +18,15 @@ from piecewise_graph import _torch
 
 
 def marking_onward(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function like `gm`'s trace that marks what goes on behind it.
+    """Makes a function that runs `gm`'s trace and marks what it returns.
 
     Call it before `gm` is taken apart, and what it returns with the trace.
     """
-    given = sorted({index for index, _ in _dynamic_dims(_torch.argument_values(gm))})
     returned = list(_dynamic_dims(_torch.returned_values(gm)))
 
     def of(trace: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any) -> Any:
             outputs = trace(*args)
-            for index in given:
-                _torch.weaken_marks(args[index])
             for index, dim in returned:
                 _torch.maybe_mark_dynamic(outputs[index], dim)
             return outputs

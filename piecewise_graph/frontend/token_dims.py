@@ -28,11 +28,6 @@ class TokenDims:
         self._given = dict(token_dim or {})
         self._signature = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
 
-    @property
-    def named(self) -> set[str]:
-        """Arguments whose token dimension the user stated: it is an error when the model fixes one."""
-        return set(self._given)
-
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The call's direct tensor arguments by parameter name."""
         found: dict[str, Any] = {}

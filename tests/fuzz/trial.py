@@ -33,7 +33,7 @@ from fuzz.pairs import (
 from fuzz.programs import random_program
 from fuzz.rows import Row, row_of
 from fuzz.sequences import Case, Step, inputs_of, random_sequence
-from piecewise_graph.errors import AddressMovedError, CaptureError, FreezeError, InputError, TokenDimError
+from piecewise_graph.errors import AddressMovedError, CaptureError, FreezeError, InputError
 
 
 def case_of(seed: int) -> Case:
@@ -210,26 +210,15 @@ class _Trial:
 
     def _raised(self, calls: Sequence[Step], subject: Pair, error: Exception, what: str) -> None:
         told = f"{what} raised {type(error).__name__}: {line_of(error)}{place_of(error)}"
-        branches = any(block.name in _BRANCHES for block in self.case.program.blocks)
-        if isinstance(error, TokenDimError) and branches and "traces" in str(error):
-            self.refused.append(told)
-            return
-        marked = isinstance(error, TokenDimError)
-        plainly = (self._plain(call, subject.eager, marked) for call in calls)
-        torchs = any(isinstance(plain, Exception) for plain in plainly)
-        if marked and torchs:  # torch has no dynamic trace of it
-            self.refused.append(told)
-            return
+        torchs = any(isinstance(self._plain(call, subject.eager), Exception) for call in calls)
         raise Failure("torch" if torchs else "error", told) from error
 
-    def _plain(self, step: Step, before: nn.Module, marked: bool = False) -> Any:
+    def _plain(self, step: Step, before: nn.Module) -> Any:
         """What plain torch.compile makes of the call: model, inputs and answer, or what it raised."""
         torch._dynamo.reset()
         model = copy.deepcopy(before)
         given = inputs_of(self.case.program, step, self.device)
-        if marked:
-            torch._dynamo.mark_dynamic(given["x"], self.case.program.token_dim["x"])
-        fast = torch.compile(model, backend=self.compiler, dynamic=None if marked else True)
+        fast = torch.compile(model, backend=self.compiler, dynamic=True)
         try:
             with mode_around(step.mode):
                 return model, given, fast(**given)
@@ -320,6 +309,3 @@ class _Trial:
             for index, (now, was, eager) in enumerate(leaves):
                 if isinstance(now, Tensor) and not same(now, was) and not close(now, eager):
                     raise Failure("wrong", f"leaf {index} of the answer to {call} has changed since")
-
-
-_BRANCHES = {"branch", "branch_on_parity", "branch_on_one", "branch_with_attention", "reshape_by_two"}
