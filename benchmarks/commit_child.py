@@ -38,9 +38,7 @@ def main(told: str) -> None:
 def by_turns(alternate_host: Callable[..., Timings], core: int) -> Callable[..., Timings]:
     """`benchmarks.common.alternate_host`, some rounds per turn: medians of its medians and quartiles."""
 
-    def taking_turns(
-        sides: Mapping[str, Callable[[], Any]], *, rounds: int, **options: Any
-    ) -> dict[str, Any]:
+    def taking_turns(sides: Mapping[str, Any], *, rounds: int, **options: Any) -> Timings:
         os.sched_setaffinity(0, {core})
         parts = []
         for _ in range(max(rounds // _ROUNDS, 1)):

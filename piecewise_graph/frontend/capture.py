@@ -145,8 +145,8 @@ def _trace_dynamic(call: Callable[[int], None], sizes: Sequence[int], state: Mod
     """Let Dynamo find out that sizes vary before anything is captured.
 
     Plain torch.compile traces its first size as a constant, and would capture that trace for the largest
-    bucket and another one for the rest. pg.compile needs the largest size alone. A model that was called at
-    two sizes before needs neither.
+    bucket and another one for the rest. pg.compile needs the largest size alone. A model that has a dynamic
+    trace needs neither.
     """
     if any(runtime.static_tokens is None for runtime in _runtimes(state)):
         return
