@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -121,6 +122,19 @@ def test_pool_bytes_counts_one_pool_only(device: torch.device) -> None:
         kept = torch.zeros(8 << 20, dtype=torch.uint8, device=device)
     assert _torch.pool_bytes(pool.id) >= kept.nbytes
     assert _torch.pool_bytes(other.id) == 0
+
+
+@pytest.mark.gpu
+def test_pool_bytes_keeps_the_references_to_its_id() -> None:
+    """Once this fails, torch is mended, and `pool_bytes` may ask without lending references."""
+    pools = [torch.cuda.MemPool() for _ in range(300)]
+    pool_id = pools[-1].id
+    number = max(pool_id)
+    assert number > 256  # Python keeps smaller ones for ever
+    before = sys.getrefcount(number)
+    for _ in range(10):
+        assert _torch.pool_bytes(pool_id) == 0
+    assert sys.getrefcount(number) == before
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -31,10 +32,16 @@ def pool_bytes(pool_id: tuple[int, int]) -> int:
     """Bytes of device memory that a graph pool holds.
 
     Asked twice per captured bucket: a snapshot of all memory would list every weight of the model.
+
+    torch (2.11 to 2.13) drops a reference that it does not own to each number that it is given here. Without
+    another one to drop, a number would be freed while its tuple holds it, and the process crash later.
     """
+    asked = (*pool_id, False)
+    for number in asked:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        segments = torch.cuda.memory_snapshot(pool_id, include_traces=False)
+        segments = torch.cuda.memory_snapshot(asked[:2], include_traces=asked[2])
     return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool_id))
 
 
