@@ -104,8 +104,8 @@ class GraphPool:
         counter = torch.zeros(1, device=device)
         torch.cuda.synchronize(device)
         with torch.cuda.stream(self._stream):
-            counter.add_(0)
-            return self._capture_graph(lambda: (counter.add_(0),), ())[0]
+            counter.zero_()
+            return self._capture_graph(lambda: (counter.zero_(),), ())[0]
 
     def using(self) -> Turns:
         """Hold the pool for one forward: its graphs run one after another.

@@ -72,12 +72,12 @@ def rooms_below() -> dict[str, set[str]]:
 # "beside" are the core's files beside its packages.
 BUDGETS = {
     "beside": 1127,
-    "_torch": 473,
+    "_torch": 477,
     "kernels": 441,
     "splitter": 817,
     "analysis": 1553,
-    "compiler": 1260,
-    "recorder": 979,
+    "compiler": 1263,
+    "recorder": 990,
     "runtime": 870,
     "inspection": 949,
     "frontend": 950,

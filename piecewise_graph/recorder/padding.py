@@ -33,7 +33,7 @@ from piecewise_graph.recorder.static_buffers import narrow
 from piecewise_graph.sizes import TensorSpec, evaluate, overwrite
 from piecewise_graph.splitter.split_graph import Ref, SegmentStep, Size
 
-MakeTail = Callable[[Tensor], Tensor]
+MakeTail = Callable[[Tensor, int, int], Tensor]  # of (live values, dimension, rows to append)
 
 _ENOUGH_ROWS = 16  # that a trial compares, where half the bucket is as many
 
@@ -67,7 +67,7 @@ def padding_reason(trial: Trial, inputs: Sequence[Any], *, proved: bool) -> str 
         return "size_is_a_number"
     if not trial.tells_rows_apart(live):
         return UNPROVEN
-    for make_tail in (_nan_tail, torch.zeros_like, _scaled_tail):
+    for make_tail in (_nan_tail, _zero_tail, _scaled_tail):
         if trial.disagrees(live, [make_tail] * len(live)):
             return "mixes_tokens"
     for upper, float_tail in ((False, _nan_tail), (True, _scaled_tail)):
@@ -151,7 +151,7 @@ class Trial:
                 halves = (low, middle - 1), (middle, high)
                 values[index] = _random_integers(value, *halves[upper], seed=index)
                 tail_low, tail_high = halves[not upper]
-                tails[index] = partial(_random_integers, low=tail_low, high=tail_high, seed=index)
+                tails[index] = partial(_random_tail, low=tail_low, high=tail_high, seed=index)
         return values, tails
 
     def _tensors(self, live: Sequence[Any]) -> Iterator[tuple[Tensor, bool]]:
@@ -176,24 +176,37 @@ class Trial:
         return made
 
     def _grow(self, tensor: Tensor, spec: TensorSpec, extra: int, make_tail: MakeTail) -> Tensor:
-        """Append `extra` rows made from live ones in every token dimension."""
+        """Append `extra` rows in every token dimension."""
         for dim in spec.token_dims(self.program.token) if extra else ():
-            rows = torch.arange(extra, device=tensor.device) % tensor.shape[dim]
-            tail = make_tail(tensor.index_select(dim, rows.flip(0)))
-            tensor = torch.cat([tensor, tail], dim)
+            tensor = torch.cat([tensor, make_tail(tensor, dim, extra)], dim)
         return tensor
 
 
-def _copies(rows: Tensor) -> Tensor:
-    return rows
+def _filled(value: float, tensor: Tensor, dim: int, extra: int) -> Tensor:
+    return tensor.new_full([extra if i == dim else size for i, size in enumerate(tensor.shape)], value)
 
 
-def _nan_tail(rows: Tensor) -> Tensor:
-    return rows.fill_(float("nan")) if rows.is_floating_point() else torch.zeros_like(rows)
+def _nan_tail(tensor: Tensor, dim: int, extra: int) -> Tensor:
+    return _filled(float("nan") if tensor.is_floating_point() else 0, tensor, dim, extra)
 
 
-def _scaled_tail(rows: Tensor) -> Tensor:
+def _zero_tail(tensor: Tensor, dim: int, extra: int) -> Tensor:
+    return _filled(0, tensor, dim, extra)
+
+
+def _copies(tensor: Tensor, dim: int, extra: int) -> Tensor:
+    """Live rows, the last one next to the first: what wraps around meets other neighbours than at `size`."""
+    rows = torch.arange(extra, device=tensor.device) % tensor.shape[dim]
+    return tensor.index_select(dim, rows.flip(0))
+
+
+def _scaled_tail(tensor: Tensor, dim: int, extra: int) -> Tensor:
+    rows = _copies(tensor, dim, extra)
     return rows * -3.0 + 1.0 if rows.is_floating_point() else rows
+
+
+def _random_tail(tensor: Tensor, dim: int, extra: int, *, low: int, high: int, seed: int) -> Tensor:
+    return _random_integers(_zero_tail(tensor, dim, extra), low, high, seed)
 
 
 def _legal_range(value: Tensor) -> tuple[int, int]:

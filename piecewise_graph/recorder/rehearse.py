@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from piecewise_graph import _torch
@@ -204,6 +205,13 @@ def _watched_op(call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     }
     result = call.target(*args, **kwargs)
     for name, (value, before) in watched.items():
-        if not bool(((value == before) | ((value != value) & (before != before))).all()):
+        if not _unchanged(value, before):
             raise SplittingOpError.undeclared_write(call.op.name, name)
     return result
+
+
+def _unchanged(value: Tensor, before: Tensor) -> bool:
+    """The same numbers, and NaN in the same places."""
+    if torch.equal(value, before):
+        return True
+    return bool(((value == before) | ((value != value) & (before != before))).all())
