@@ -144,12 +144,12 @@ class TestKernels:
     @pytest.mark.parametrize("rows", [1, 6])
     def test_a_graph_replays_with_other_lengths(self, rows: int) -> None:
         """One batch object, written in place; in the interpreter the call itself stands in for a graph."""
-        dtype, unit = (torch.float32, 1) if INTERPRETED else (torch.bfloat16, 5)
+        dtype, unit, kv_heads = (torch.float32, 1, 1) if INTERPRETED else (torch.bfloat16, 5, 2)
         lengths = [(800, 140, 6, 0), (18, 0, 600, 400), (1, 800, 0, 26)]
         shapes = [
             Shape(
-                tuple((unit * total, rows if total else 0) for total in each), heads=8, kv_heads=2,
-                head_dim=128, uniform=True, tree=rows > 1, max_seq_len=8192,
+                tuple((unit * total, rows if total else 0) for total in each), heads=4 * kv_heads,
+                kv_heads=kv_heads, head_dim=128, uniform=True, tree=rows > 1, max_seq_len=8192,
             )
             for each in [(800,) * 4, *lengths]
         ]  # fmt: skip

@@ -87,7 +87,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Speculation beside plain decoding, at two concurrencies, with every output there is."""
     folder = tmp_path_factory.mktemp("serving")
     return bench(
-        folder, *DRAFT, "--output-len", "32", "--range-ratio", "0.5", "--concurrency", "1,2",
+        folder, *DRAFT, "--output-len", "20", "--range-ratio", "0.5", "--concurrency", "1,2",
         "--num-prompts", "3", "--compare", "steps=0", "--turns", "2",
         "--plot", str(folder / "out.png"), "--trace", str(folder / "trace.json"),
     )  # fmt: skip
