@@ -100,11 +100,11 @@ class GraphPool:
 
         When the last graph of a pool dies, torch retires the pool's id, MemPool or not, and the next capture
         into it fails in a way that the process does not survive. Graphs come and go here, so one stays.
+        Its tensor belongs to the pool's stream, because it is freed while that stream may not have filled it.
         """
-        counter = torch.zeros(1, device=device)
         torch.cuda.synchronize(device)
         with torch.cuda.stream(self._stream):
-            counter.zero_()
+            counter = torch.zeros(1, device=device)
             return self._capture_graph(lambda: (counter.zero_(),), ())[0]
 
     def using(self) -> Turns:
@@ -125,9 +125,11 @@ class GraphPool:
         with self.using(), collector_off():
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                yield
-            current.wait_stream(self._stream)
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield
+            finally:  # memory that the caller frees now may still be in use
+                current.wait_stream(self._stream)
 
     def run_off_default_stream(self, calls: Iterable[Callable[[], Any]]) -> None:
         """Make `calls` in order, inside `using()`, ordered with the caller's stream.

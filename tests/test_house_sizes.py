@@ -71,7 +71,7 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1127,
+    "beside": 1128,
     "_torch": 477,
     "kernels": 441,
     "splitter": 817,

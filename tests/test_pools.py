@@ -127,6 +127,25 @@ def test_release_inside_a_forward_is_refused(warm: int, device: torch.device) ->
 
 
 @pytest.mark.gpu
+def test_memory_that_a_late_stream_still_fills_is_given_to_nobody(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool's first capture fills memory on a stream of its own, and a busy GPU does so later."""
+    pool, owner = pg.GraphPool(), torch.nn.Module()
+    torch.full((1,), 7.0, device=device), torch.zeros(1, device=device)  # loads what fills memory
+    torch.cuda.synchronize()
+    for stream in [torch.cuda.Stream() for _ in range(32)]:  # as many as torch has
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10**8)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        pool.join(device, owner)
+    given = [torch.full((1,), 7.0, device=device) for _ in range(8)]
+    torch.cuda.synchronize()
+    assert [tensor.item() for tensor in given] == [7.0] * 8
+
+
+@pytest.mark.gpu
 def test_pool_of_a_gpu_is_left_alone_by_a_model_on_the_cpu(device: torch.device) -> None:
     pool = pg.GraphPool()
     compiled(Blocks().to(device), pool=pool)(rows(3, device))
