@@ -148,7 +148,26 @@ def test_cublas_workspaces_can_be_cleared(device: torch.device) -> None:
 def test_plain_tensors_and_parameters_are_told_from_subclasses() -> None:
     assert _torch.is_plain_tensor(torch.ones(2))
     assert _torch.is_plain_tensor(nn.Parameter(torch.ones(2)))
+    assert _torch.is_plain_tensor(torch.ones(2).as_subclass(Named))
     assert not _torch.is_plain_tensor(TwoTensor(torch.ones(2), torch.ones(2)))
+
+
+class Named(Tensor):
+    """Torch's functions give it back as what it is, and compiled code runs without asking it."""
+
+
+def test_compiled_code_runs_without_the_functions_of_subclasses() -> None:
+    asked: list[bool] = []
+
+    def backend(gm: GraphModule, example_inputs: list[Tensor]) -> Any:
+        def run(*args: Tensor) -> Any:
+            asked.append(torch._C._is_torch_function_enabled())
+            return gm(*args)
+
+        return run
+
+    torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2).as_subclass(Named))
+    assert asked == [False]
 
 
 # --- what runs ----------------------------------------------------------------------------------------

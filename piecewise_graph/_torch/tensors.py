@@ -11,8 +11,12 @@ from torch import Tensor
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
-    """No subclass (Parameters count as plain): a subclass hides its storages."""
-    return type(tensor) in (Tensor, torch.nn.Parameter)
+    """It has one storage and torch's own ops: no subclass that is made of other tensors.
+
+    A subclass that changes functions alone (`__torch_function__`) is plain: Dynamo traces what it changes,
+    and runs what a backend returns without it.
+    """
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def is_wrapped(tensor: Tensor) -> bool:
