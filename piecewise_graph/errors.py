@@ -74,11 +74,6 @@ class SplittingOpError(PiecewiseError):
         return cls(what, "write it as 'namespace::name', for example 'mylib::attention'.")
 
     @classmethod
-    def unknown(cls, name: str) -> SplittingOpError:
-        what = f"no op named {name!r} is known to torch."
-        return cls(what, "import the package that defines it before you register it, and check the spelling.")
-
-    @classmethod
     def no_effect(cls, name: str, schema: str) -> SplittingOpError:
         return cls(
             f"{name!r} returns nothing and declares no argument that it writes: {schema}. "

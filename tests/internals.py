@@ -224,6 +224,7 @@ def registered_names() -> tuple[str, ...]:
 
 def unregister_splitting_op(name: str) -> None:
     splitting_ops._registry.pop(name)
+    splitting_ops._undefined.discard(name)
     for function in [f for f, n in splitting_ops._builtins.items() if n == name]:
         splitting_ops._builtins.pop(function)
 

@@ -37,7 +37,28 @@ def sneaky(x: Tensor, state: Tensor) -> Tensor:
 define("sneaky(Tensor x, Tensor state) -> Tensor", sneaky, lambda x, state: torch.empty_like(x))
 MOOD = [torch.float32]
 define("moody(Tensor x) -> Tensor", lambda x: x.to(MOOD[0]) * 2, torch.empty_like)
-for _op in ("moody", "half_precision", "one_row_less", "one_of_two_lies", "sneaky"):
+
+
+def write_rows(x: Tensor, cache: Tensor) -> Tensor:
+    cache[: len(x)] = x.to(cache.dtype)
+    return cache.new_empty(0)
+
+
+define("write_rows(Tensor x, Tensor(a!) cache) -> Tensor", write_rows, lambda x, cache: x.new_empty(0))
+define(
+    "read_rows(Tensor x, Tensor cache, Tensor after) -> Tensor",
+    lambda x, cache, after: cache[: len(x)].to(x.dtype),
+    lambda x, cache, after: torch.empty_like(x),
+)
+for _op in (
+    "write_rows",
+    "read_rows",
+    "moody",
+    "half_precision",
+    "one_row_less",
+    "one_of_two_lies",
+    "sneaky",
+):
     pg.register_splitting_op(f"toy::{_op}")
 
 
@@ -47,11 +68,22 @@ def test_bad_name_is_refused(name: str) -> None:
         pg.register_splitting_op(name)
 
 
-@pytest.mark.parametrize("name", ["toy::no_such_op", "no_such_library::attention"])
-def test_unknown_op_is_refused(name: str) -> None:
-    with pytest.raises(SplittingOpError, match="import the package that defines it"):
-        pg.register_splitting_op(name)
-    assert name not in registered_names()
+def test_op_may_be_registered_before_it_is_defined(device: torch.device) -> None:
+    for name in ("defined_later", "lies_later"):
+        pg.register_splitting_op(f"toy::{name}")
+    try:
+        define("defined_later(Tensor x) -> Tensor", lambda x: x * 3, torch.empty_like)
+        fast = compiled(lambda x: ops.defined_later(x * 2) + 1)
+        with pg.counters.expect(op_steps=1, replays=2, fallbacks=0):
+            for n in (5, 7, 5):
+                x = rows(n, device)
+                assert_same(fast(x), x * 6 + 1)
+        define("lies_later(Tensor x) -> ()", lambda x: None, lambda x: None)
+        with pytest.raises(SplittingOpError, match="declares no argument that it writes"):
+            compiled(lambda x: (ops.lies_later(x), x * 2)[1])(rows(3, device))
+    finally:
+        for name in ("defined_later", "lies_later"):
+            unregister_splitting_op(f"toy::{name}")
 
 
 def test_op_without_result_or_declared_write_is_refused() -> None:
@@ -98,6 +130,26 @@ def test_op_whose_fake_lies_is_refused_by_name(
     fast = compiled(lambda x: getattr(ops, op)(x * 2) + 1, cuda_graphs=graphs)
     with pytest.raises(SplittingOpError, match=rf"(?s)toy::{op}.*{message}.*fake"):
         fast(rows(3, device))
+
+
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_result_without_elements_may_be_of_any_dtype(graphs: str, device: torch.device) -> None:
+    """It orders two ops: the write of a cache in its own dtype, and what reads the cache."""
+
+    class Cached(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(16, WIDTH, dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            written = ops.write_rows(x * 2, self.cache)
+            return ops.read_rows(x, self.cache, written) + 1
+
+    model = Cached().to(device)
+    fast = compiled(model, cuda_graphs=graphs)
+    for n in (5, 7, 5, 1):
+        x = rows(n, device)
+        assert_same(fast(x), (x * 2).to(torch.bfloat16).float() + 1)
 
 
 def test_lie_about_one_element_of_a_tuple_is_found(device: torch.device) -> None:

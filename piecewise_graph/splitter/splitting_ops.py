@@ -11,6 +11,7 @@ tensors narrowed to the real token count. Two kinds work:
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 import re
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ from torch.fx import Node
 from piecewise_graph._torch import OpOverload, OpOverloadPacket
 from piecewise_graph.errors import SplittingOpError
 from piecewise_graph.splitter.dense_keys import scaled_dot_product_attention
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class SplittingOp:
 
 _SDPA = "aten::scaled_dot_product_attention"
 _registry: dict[str, SplittingOp] = {}
+_undefined: set[str] = set()  # registered before torch knew them, so not checked yet
 _builtins: dict[Callable[..., Any], str] = {}
 
 
@@ -60,7 +64,8 @@ def register_splitting_op(
     """Cut graphs at `name` from the next trace on.
 
     Args:
-        name: "namespace::name" of an op that torch knows already.
+        name: "namespace::name". An op that torch does not know yet is checked in the first graph that calls
+            it.
         padded: call it with padded rows (it has to keep them harmless itself).
         capturable: allow it inside a captured graph, where the forward context says `full_graph=True`;
             implies `padded`.
@@ -69,11 +74,14 @@ def register_splitting_op(
             ops whose dispatch is worth saving.
 
     Raises:
-        SplittingOpError: unknown op, or a schema that cannot be true.
+        SplittingOpError: no name of an op, or a schema that cannot be true.
     """
     packet = _resolve(name)
-    for overload in packet.overloads():
-        _check_schema(name, getattr(packet, overload)._schema)
+    if packet is None:
+        _undefined.add(name)
+        log.info("splitting op %s is not defined yet; it is checked in the first graph that calls it", name)
+    else:
+        _check_schemas(name, packet)
     op = SplittingOp(name, padded or capturable, capturable, bind)
     _registry[name] = op
     _builtins.update(dict.fromkeys(_python_callables(name), name))
@@ -81,10 +89,17 @@ def register_splitting_op(
 
 
 def splitting_op_of(node: Node) -> SplittingOp | None:
-    """The registered op that `node` calls, or None."""
+    """The registered op that `node` calls, or None.
+
+    Raises:
+        SplittingOpError: the op was registered before it was defined, with a schema that cannot be true.
+    """
     if node.op != "call_function":
         return None
     name = _op_name(node.target)
+    if name in _undefined and (packet := _resolve(name)) is not None:
+        _check_schemas(name, packet)
+        _undefined.remove(name)
     return _registry.get(name) if name else None
 
 
@@ -108,7 +123,7 @@ def op_overload(target: Any) -> OpOverload | None:
     if name is None:
         return None
     packet = target if isinstance(target, OpOverloadPacket) else _resolve(name)
-    return getattr(packet, packet.overloads()[0])
+    return None if packet is None else getattr(packet, packet.overloads()[0])
 
 
 def callable_of(op: SplittingOp, target: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,14 +204,17 @@ def leaked_op(node: Node) -> str | None:
 # --- checks -----------------------------------------------------------------------------------------
 
 
-def _resolve(name: str) -> OpOverloadPacket:
+def _resolve(name: str) -> OpOverloadPacket | None:
+    """The op; None where torch does not know it (yet)."""
     namespace, _, op = name.partition("::")
     if not namespace or not op:
         raise SplittingOpError.bad_name(name)
-    try:
-        return getattr(getattr(torch.ops, namespace), op)
-    except AttributeError:
-        raise SplittingOpError.unknown(name) from None
+    return getattr(getattr(torch.ops, namespace), op, None)
+
+
+def _check_schemas(name: str, packet: OpOverloadPacket) -> None:
+    for overload in packet.overloads():
+        _check_schema(name, getattr(packet, overload)._schema)
 
 
 def _check_schema(name: str, schema: Any) -> None:
