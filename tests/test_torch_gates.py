@@ -159,6 +159,14 @@ def test_original_callable_of_what_torch_compile_returns() -> None:
 # --- errors -------------------------------------------------------------------------------------------
 
 
+def test_a_module_that_is_compiled_in_place_is_told() -> None:
+    model = nn.Linear(2, 2)
+    assert not _torch.is_compiled_in_place(model)
+    assert not _torch.is_compiled_in_place(torch.compile(model, backend="eager").forward)
+    model.compile(backend="eager")
+    assert _torch.is_compiled_in_place(model)
+
+
 def test_restarts_are_control_flow_and_other_errors_are_not() -> None:
     from torch._dynamo import exc
 
@@ -206,9 +214,10 @@ def test_every_function_is_held_by_a_test_here() -> None:
         name
         for name, value in vars(_torch).items()
         if callable(value)
-        and getattr(value, "__module__", "") == _torch.__name__
+        and getattr(value, "__module__", "").startswith(_torch.__name__)
         and not name.startswith("_")
     }
+    assert public
     files = Path(__file__).parent.glob("test_torch_gates*.py")
     source = "".join(file.read_text(encoding="utf-8") for file in files)
     assert not {name for name in public if f"_torch.{name}" not in source}

@@ -31,6 +31,7 @@ from piecewise_graph._torch.graphs import (
     current_root_code as current_root_code,
     example_value as example_value,
     fake_mode_of as fake_mode_of,
+    is_compiled_in_place as is_compiled_in_place,
     is_dynamo_control_flow as is_dynamo_control_flow,
     is_specialization_error as is_specialization_error,
     is_trace_error as is_trace_error,

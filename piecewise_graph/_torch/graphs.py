@@ -135,6 +135,11 @@ def original_callable(compiled: Any) -> Any | None:
     return getattr(compiled, "_torchdynamo_orig_callable", None) if module is None else module
 
 
+def is_compiled_in_place(module: Any) -> bool:
+    """`module.compile(...)` was called."""
+    return isinstance(module, torch.nn.Module) and module._compiled_call_impl is not None
+
+
 def is_dynamo_control_flow(error: BaseException) -> bool:
     """Exceptions by which Dynamo restarts a trace; Inductor raises some. They must never be swallowed."""
     from torch._dynamo.exc import TorchDynamoException

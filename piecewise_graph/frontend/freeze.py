@@ -28,6 +28,7 @@ from piecewise_graph.frontend.compile import CompiledModel
 from piecewise_graph.frontend.frozen_call import MISS, FrozenCall
 from piecewise_graph.frontend.frozen_trace import FrozenTrace, Observed, check_distinct, observe
 from piecewise_graph.frontend.one_token import is_of_transformers
+from piecewise_graph.frontend.state_lookup import original_of
 from piecewise_graph.frontend.untraced import untraced
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.splitter.split_graph import Ref
@@ -81,7 +82,7 @@ class Frozen:
         )
         self._calls: dict[Hashable, FrozenCall] = {}
         self._untraced_call = untraced()
-        model = getattr(compiled, "_model", None) or _torch.original_callable(compiled)
+        model = original_of(compiled)
         self._module = model if isinstance(model, torch.nn.Module) else None
         self._training = self._module.training if self._module is not None else False
 

@@ -12,18 +12,24 @@ from piecewise_graph.runtime.model_state import ModelState, states_binding, stat
 
 
 def original_of(compiled: Any) -> Any | None:
-    """The module or function that pg.compile or torch.compile was given."""
-    return compiled._model if isinstance(compiled, CompiledModel) else _torch.original_callable(compiled)
+    """The module or function that was given to pg.compile or torch.compile, or compiled in place, or None."""
+    if isinstance(compiled, CompiledModel):
+        return compiled._model
+    original = _torch.original_callable(compiled)
+    if original is None and _torch.is_compiled_in_place(compiled):
+        return compiled
+    owner = getattr(original, "__self__", None)  # of a compiled method: `torch.compile(model.__call__)`
+    return owner if isinstance(owner, torch.nn.Module) else original
 
 
 def state_of(compiled: Any) -> ModelState | None:
-    """The model state of what pg.compile or torch.compile returned; None where it has no trace yet.
+    """The model state of what `original_of` knows; None where it has no trace yet.
 
     A torch.compile'd module is found by its parameters, a function by its code.
     """
     if isinstance(compiled, CompiledModel):
         return compiled.model_state
-    original = _torch.original_callable(compiled)
+    original = original_of(compiled)
     if isinstance(original, torch.nn.Module):
         found = list(states_binding([*original.parameters(), *original.buffers()]))
         found += states_from(type(original).forward.__code__) if not found else []

@@ -53,7 +53,8 @@ def bisect(compiled: Any, *inputs: Any, **kwargs: Any) -> Bisection:
         finally:
             compared.restore()
         saved.restore()
-        wanted = _outputs(model, inputs, kwargs)
+        with torch.compiler.set_stance("force_eager"):  # a module may be compiled in place
+            wanted = _outputs(model, inputs, kwargs)
     if not compared.traces:
         raise BisectError.no_graph()
     error, departure = whole_model(found, wanted)
