@@ -71,16 +71,16 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1128,
-    "_torch": 477,
+    "beside": 1124,
+    "_torch": 480,
     "kernels": 441,
-    "splitter": 817,
+    "splitter": 826,
     "analysis": 1553,
-    "compiler": 1263,
+    "compiler": 1264,
     "recorder": 990,
     "runtime": 870,
-    "inspection": 949,
-    "frontend": 950,
+    "inspection": 950,
+    "frontend": 957,
     "custom_ops": 3216,
     "eagle": 2976,
     "bench": 646,
