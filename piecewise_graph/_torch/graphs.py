@@ -4,16 +4,47 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import torch
+from torch._library.fake_class_registry import FakeScriptObject
+from torch._library.opaque_object import is_opaque_value_type
 from torch.fx import GraphModule, Node
 
 
 def example_value(node: Node) -> Any:
     """What Dynamo saw flow out of `node`: FakeTensor, SymInt, torch.Size, ... or None."""
     return node.meta.get("example_value")
+
+
+def is_opaque(value: Any) -> bool:
+    """An object that torch passes through a graph as it is: a registered opaque type, a script object."""
+    return isinstance(value, (FakeScriptObject, torch.ScriptObject))
+
+
+def real_object(value: Any) -> Any:
+    """The object that an opaque value of a trace stands for."""
+    return value.real_obj if isinstance(value, FakeScriptObject) else value
+
+
+def comparable(value: Any) -> Any:
+    """What an opaque argument is compared by: a registered value by `==`, any other object by identity."""
+    return value if is_opaque_value_type(type(value)) else SameObject(value)
+
+
+@dataclass(frozen=True, eq=False)
+class SameObject:
+    """Equal to those of the same object, which it keeps alive."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameObject) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def argument_values(gm: GraphModule) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,10 +14,19 @@ from torch import Tensor
 def is_plain_tensor(tensor: Tensor) -> bool:
     """It has one storage and torch's own ops: no subclass that is made of other tensors.
 
-    A subclass that changes functions alone (`__torch_function__`) is plain: Dynamo traces what it changes,
-    and runs what a backend returns without it.
+    A subclass that changes functions alone (`__torch_function__`) is plain: Dynamo traces what it changes.
     """
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def traced_functions() -> AbstractContextManager[None]:
+    """Surround the run of a trace: functions are torch's own, whatever subclass is among the arguments.
+
+    Dynamo has traced what `__torch_function__` makes of them; asked again, it would do it twice. torch 2.13
+    runs what a backend returns so, 2.11 does not.
+    """
+    surroundings: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return surroundings
 
 
 def is_wrapped(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ from piecewise_graph.errors import SplittingOpError
 from piecewise_graph.sizes import ShapeContract, Sizes, TensorSpec, evaluate, overwrite, same_layout
 from piecewise_graph.splitter.merged_weights import Merge, with_merged
 from piecewise_graph.splitter.split_graph import (
+    Opaque,
     OpCall,
     Ref,
     SegmentStep,
@@ -86,8 +87,8 @@ class Program:
         """
         return with_merged(args, self.merge.layouts)
 
-    def weights_alone(self, weights: Mapping[int, Tensor | None]) -> Sequence[Any]:
-        """The arguments of a call without activations: `weights` by index, merged ones, None elsewhere."""
+    def weights_alone(self, weights: Mapping[int, Any]) -> Sequence[Any]:
+        """The arguments of a call without activations: `weights` and objects, merged ones, None elsewhere."""
         own = [given for given in self.split.inputs if given.constant is None and not given.merged]
         return self.with_merged([weights.get(index) for index in range(len(own))])
 
@@ -152,8 +153,8 @@ def run_steps(
     constants = [given.constant for given in split.inputs[len(args) :]]
     values: list[Any] = [*args, *constants, *([None] * (len(split.specs) - len(split.inputs)))]
 
-    def value_of(item: Ref | Size) -> Any:
-        return values[item.slot] if isinstance(item, Ref) else evaluate(item.expr, sizes)
+    def value_of(item: Ref | Size | Opaque) -> Any:
+        return evaluate(item.expr, sizes) if isinstance(item, Size) else values[item.slot]
 
     for index, step in enumerate(split.steps):
         if isinstance(step, SegmentStep):

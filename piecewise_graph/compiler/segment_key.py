@@ -177,7 +177,10 @@ class _KeyWriter:
 
     def _line(self, node: Node) -> str:
         if node.op == "placeholder":
-            return f"placeholder {self._operand(_torch.example_value(node))}"
+            value = _torch.example_value(node)
+            if _torch.is_opaque(value):  # which object it is, each call says
+                return f"placeholder {type(_torch.real_object(value)).__qualname__}"
+            return f"placeholder {self._operand(value)}"
         if node.op == "get_attr":
             # Bodies and constants have no structure to compare: equal only where they are one object.
             return f"get_attr {id(getattr(self.gm, str(node.target)))}"

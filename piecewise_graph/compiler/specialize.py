@@ -40,7 +40,7 @@ from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig
 from piecewise_graph.sizes import Sizes, TensorSpec, evaluate, overwrite, same_layout
 from piecewise_graph.splitter.merge_linears import drop_copies, linear_operands
-from piecewise_graph.splitter.split_graph import Ref, SegmentStep
+from piecewise_graph.splitter.split_graph import SegmentStep, Size
 from piecewise_graph.telemetry import counters
 
 RunSegment = Callable[..., Sequence[Tensor]]
@@ -75,18 +75,19 @@ def _serves(program: Program, size: int) -> bool:
     return program.contract.size_violation(program.sizes_at(size)) is None
 
 
-def _bound(program: Program, args: Sequence[Any]) -> dict[int, Tensor]:
-    """Everything that segments read at a fixed address, by slot."""
+def _bound(program: Program, args: Sequence[Any]) -> dict[int, Any]:
+    """Everything that is the same in every call, by slot: what segments read by address, and objects."""
     constants = ((slot, given.constant) for slot, given in enumerate(program.split.inputs))
     weights = dict(program.bound_arguments(program.with_merged(args)))
-    return weights | {slot: value for slot, value in constants if value is not None}
+    objects = {slot: args[slot] for slot in program.split.opaque}
+    return weights | objects | {slot: value for slot, value in constants if value is not None}
 
 
 def _make(
     program: Program,
     step: SegmentStep,
     segment: CompiledSegment,
-    bound: Mapping[int, Tensor],
+    bound: Mapping[int, Any],
     size: int,
     cache_dir: Folder | None,
 ) -> ExactCode:
@@ -132,14 +133,14 @@ def _run_on(run: RunSegment, kept: Sequence[int], *args: Any) -> Sequence[Tensor
 
 
 def _inputs(
-    program: Program, step: SegmentStep, segment: CompiledSegment, bound: Mapping[int, Tensor], size: int
+    program: Program, step: SegmentStep, segment: CompiledSegment, bound: Mapping[int, Any], size: int
 ) -> list[Any]:
     """What the segment gets at `size`: real weights, the same random activations every time, sizes."""
     sizes = program.sizes_at(size)
     found: list[Any] = []
     generators: dict[torch.device, torch.Generator] = {}
     for item in step.inputs:
-        if not isinstance(item, Ref):
+        if isinstance(item, Size):
             found.append(evaluate(item.expr, sizes))
         elif item.slot in bound:
             found.append(bound[item.slot])

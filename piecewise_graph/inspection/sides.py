@@ -160,7 +160,9 @@ class Comparison:
             outputs="copy", max_graph_bytes=None,
         )  # fmt: skip
         bound = self.program.bound_arguments(self.given)
-        return Runtime(self.program, ModelState(config), self.runtime.static_tokens, bound)
+        return Runtime(
+            self.program, ModelState(config), self.runtime.static_tokens, bound, self.runtime.objects
+        )
 
     def _recorded(self, runtime: Runtime, context: ForwardContext) -> Replay:
         replay = None

@@ -17,7 +17,7 @@ from piecewise_graph.recorder.exact_segment import ExactSegment
 from piecewise_graph.recorder.tape import Call, LateCall, ReplayTape
 from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.sizes import evaluate
-from piecewise_graph.splitter.split_graph import OpStep, Ref, SegmentStep, Size
+from piecewise_graph.splitter.split_graph import Opaque, OpStep, Ref, SegmentStep, Size
 
 
 def record_segments(
@@ -53,7 +53,7 @@ class _Recording:
         self.sizes = self.program.sizes_at(bucket)
         self.exact_only = self.proofs.exact_only(self.program, bucket, one_graph=False)
         self.values = workspace.input_values(args, bucket)
-        self.keep: list[Any] = list(self.values.values())
+        self.keep = [value for value in self.values.values() if isinstance(value, Tensor)]
         self.owned: dict[int, Tensor] = {}
         self.borrowed: dict[int, Tensor] = {}
         self.entries: list[Call | LateCall] = []
@@ -82,8 +82,8 @@ class _Recording:
             steps=tuple(self.steps),
         )
 
-    def _value(self, item: Ref | Size) -> Any:
-        return self.values[item.slot] if isinstance(item, Ref) else evaluate(item.expr, self.sizes)
+    def _value(self, item: Ref | Size | Opaque) -> Any:
+        return evaluate(item.expr, self.sizes) if isinstance(item, Size) else self.values[item.slot]
 
     def _segment(self, step: SegmentStep, segment: CompiledSegment) -> None:
         reason = self.proofs.reason(self.program, step, self.bucket)

@@ -17,7 +17,7 @@ from torch import Tensor
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.recorder.static_buffers import InputCopies, StaticInputs, narrow, tails
 from piecewise_graph.sizes import evaluate, overwrite
-from piecewise_graph.splitter.split_graph import Ref, Size, resolve
+from piecewise_graph.splitter.split_graph import Opaque, Ref, Size, resolve
 
 Call = Callable[[], Any]
 
@@ -101,7 +101,9 @@ class ReplayTape:
     def _bind_late(self, late: LateCall, num_tokens: int) -> Call:
         size = self.bucket if late.padded else num_tokens
 
-        def bound(item: Ref | Size) -> Any:
+        def bound(item: Ref | Size | Opaque) -> Any:
+            if isinstance(item, Opaque):
+                return self.values[item.slot]
             return self._view(item.slot, size) if isinstance(item, Ref) else self._integer(item, size)
 
         args, kwargs = resolve(late.args, bound), resolve(late.kwargs, bound)
@@ -123,9 +125,11 @@ class ReplayTape:
                 found += tails(self.values[slot], spec, self.program, size)
         return tuple(found)
 
-    def _output(self, item: Ref | Size, num_tokens: int) -> Any:
+    def _output(self, item: Ref | Size | Opaque, num_tokens: int) -> Any:
         if isinstance(item, Size):
             return self._integer(item, num_tokens)
+        if isinstance(item, Opaque):
+            return self.values[item.slot]
         if item.slot < len(self.program.split.inputs):
             return item  # the caller gets its own argument back
         return self._view(item.slot, num_tokens)

@@ -49,7 +49,7 @@ class Workspace:
         for index, given in enumerate(split.inputs):
             if given.constant is not None:
                 values[index] = given.constant
-            elif given.merged:  # held by graphs alone (Note [Who may be moved] in merged_weights.py)
+            elif given.opaque or given.merged:  # graphs alone hold what is merged, see merged_weights.py
                 values[index] = args[index]
             elif given.bound and index in self.program.last_use:
                 # detached: keeps the storage itself alive when the parameter's data is swapped

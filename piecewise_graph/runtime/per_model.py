@@ -18,12 +18,13 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from piecewise_graph import _torch
 from piecewise_graph.compiler.build_program import with_activations
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.runtime.bound_addresses import Replaced
@@ -32,10 +33,12 @@ from piecewise_graph.runtime.runtime import Runtime
 from piecewise_graph.runtime.unsplit import UnsplitRuntime
 
 Bound = Sequence[tuple[int, Tensor]]
+Objects = Mapping[int, Any]
 AnyRuntime = Runtime | UnsplitRuntime
 MakeRuntime = Callable[[Any, Bound], AnyRuntime]
-Key = tuple[int, ...]
+Key = tuple[Any, ...]
 _OFTEN = 2
+_MOST_OBJECTS = 16  # opaque arguments of one model that have graphs, the latest
 
 
 def unsplit_per_model(
@@ -53,7 +56,13 @@ def per_model(program: Program, find_state: FindState, example_inputs: Sequence[
     Args:
         find_state: weights of a model -> what its traces share.
     """
-    return _forward(_SplitRuntimes(program, find_state, example_inputs), example_inputs)
+    forward = _forward(_SplitRuntimes(program, find_state, example_inputs), example_inputs)
+
+    def forward_as_traced(*args: Any) -> Any:
+        with _torch.traced_functions():
+            return forward(*args)
+
+    return forward_as_traced
 
 
 def _forward(runtimes: _Runtimes, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -85,10 +94,11 @@ class _Runtimes(ABC):
 
     Args:
         bound: tensors that are read by address, of the model that was traced.
+        objects: indices of opaque arguments. Tapes hold them, so other ones need another runtime.
     """
 
-    def __init__(self, find_state: FindState, bound: Bound) -> None:
-        self._find_state = find_state
+    def __init__(self, find_state: FindState, bound: Bound, objects: Sequence[int] = ()) -> None:
+        self._find_state, self._objects = find_state, objects
         self._indices = [index for index, _ in bound]
         # Two weights tell models apart; a model that shares both with another is told by its addresses.
         self._weights = [index for index, tensor in bound if isinstance(tensor, torch.nn.Parameter)]
@@ -96,7 +106,7 @@ class _Runtimes(ABC):
         self._all: dict[Key, list[AnyRuntime]] = {}
 
     @abstractmethod
-    def _make(self, state: Any, bound: Bound) -> AnyRuntime: ...
+    def _make(self, state: Any, bound: Bound, objects: Objects) -> AnyRuntime: ...
 
     def of(self, args: Sequence[Any]) -> AnyRuntime:
         """The runtime that served these weights last."""
@@ -114,17 +124,30 @@ class _Runtimes(ABC):
         return self._add(args)
 
     def _key(self, args: Sequence[Any]) -> Key:
-        return tuple(id(args[index]) for index in self._telling)
+        return (
+            *(id(args[index]) for index in self._telling),
+            *(_torch.comparable(args[index]) for index in self._objects),
+        )
 
     def _add(self, args: Sequence[Any]) -> AnyRuntime:
         key, state = self._key(args), self._find_state([args[index] for index in self._weights])
-        runtime = self._make(state, [(index, args[index]) for index in self._indices])
+        objects = {index: args[index] for index in self._objects}
+        runtime = self._make(state, [(index, args[index]) for index in self._indices], objects)
         self._all.setdefault(key, []).insert(0, runtime)
+        if self._objects:
+            self._forget_oldest(key)
         # A tensor that dies takes its graphs along; the trace may have died before.
         drop = weakref.WeakMethod(self._drop)
         for index in self._indices:
             weakref.finalize(args[index], _call, drop, key, weakref.ref(runtime), index in self._telling)
         return runtime
+
+    def _forget_oldest(self, key: Key) -> None:
+        """An object that is another one in every call would leave graphs of each."""
+        weights = key[: len(self._telling)]
+        same = [other for other in self._all if other[: len(weights)] == weights]
+        for other in same[:-_MOST_OBJECTS]:
+            del self._all[other]
 
     def _drop(self, key: Key, runtime: weakref.ref[AnyRuntime], is_model: bool) -> None:
         """Forget a runtime; with `is_model` the id of a weight that tells models apart is free."""
@@ -147,7 +170,7 @@ class _WholeRuntimes(_Runtimes):
         self._made_by = make
         super().__init__(find_state, bound)
 
-    def _make(self, state: Any, bound: Bound) -> AnyRuntime:
+    def _make(self, state: Any, bound: Bound, objects: Objects) -> AnyRuntime:
         return self._made_by(state, bound)
 
 
@@ -158,10 +181,10 @@ class _SplitRuntimes(_Runtimes):
         self._program = program
         self._stood: dict[Key, dict[int, weakref.ref[Tensor]]] = {}  # buffers and attributes of a model
         self._changes: Counter[tuple[Key, int]] = Counter()
-        super().__init__(find_state, program.bound_arguments(example_inputs))
+        super().__init__(find_state, program.bound_arguments(example_inputs), program.split.opaque)
 
-    def _make(self, state: Any, bound: Bound) -> Runtime:
-        return Runtime(self._program, state, self._program.static_tokens, bound)
+    def _make(self, state: Any, bound: Bound, objects: Objects) -> Runtime:
+        return Runtime(self._program, state, self._program.static_tokens, bound, objects)
 
     def _add(self, args: Sequence[Any]) -> AnyRuntime:
         key = self._key(args)

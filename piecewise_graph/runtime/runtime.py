@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +51,7 @@ class Runtime:
         state: of the model; pool, proofs and configuration come from it.
         static_tokens: token count of a trace of fixed shapes; None where a size is dynamic.
         bound: the tensors that graphs read by address, with their argument indices.
+        objects: opaque arguments by index, the same in every call.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class Runtime:
         state: ModelState,
         static_tokens: int | None,
         bound: Sequence[tuple[int, Tensor]],
+        objects: Mapping[int, Any],
     ) -> None:
-        self.program, self.state = program, state
+        self.program, self.state, self.objects = program, state, objects
         self.pool = state.pool_for(program.device)
         self.static_tokens = static_tokens
         self.fallbacks: Counter[str] = Counter()
@@ -181,7 +183,8 @@ class Runtime:
 
     def _weights(self) -> Sequence[Any]:
         """A call's arguments with the weights in their places, and None for activations."""
-        return self.program.weights_alone({index: weight() for index, weight in self.bound.items()})
+        weights = {index: weight() for index, weight in self.bound.items()}
+        return self.program.weights_alone({**weights, **self.objects})
 
     def _stands_in(self, ready: Replay) -> bool:
         """It is piecewise only because no full graph was captured, and one may be captured now."""

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 from piecewise_graph import _torch
 from piecewise_graph.sizes import TensorSpec
 from piecewise_graph.splitter.source_names import MODULE, readable_source
-from piecewise_graph.splitter.split_graph import Ref, Size
+from piecewise_graph.splitter.split_graph import Opaque, Ref, Size
 
 
 class SegmentBuilder:
@@ -50,7 +50,7 @@ class SegmentBuilder:
         self.copied: dict[Node, Any] = {}
         self.sizes: dict[Size, Node] = {}  # derived from size symbols
         self.placeholders: dict[Any, Node] = {}
-        self.inputs: list[Ref | Size] = []
+        self.inputs: list[Ref | Size | Opaque] = []
 
     def build(self, nodes: Sequence[Node], leaving: Sequence[Node]) -> GraphModule:
         """The segment of `nodes`, which returns those that are `leaving`."""
@@ -83,7 +83,7 @@ class SegmentBuilder:
         """Make an outer value an argument of the segment; constants stay constants."""
         if isinstance(outer, tuple):
             return tuple(self._enter(item, part) for item, part in zip(outer, value, strict=True))
-        if not isinstance(outer, (Ref, Size)):
+        if not isinstance(outer, (Ref, Size, Opaque)):
             return outer
         if isinstance(outer, Size) and not outer.expr.is_Symbol:
             return self._derive(outer, value)

@@ -30,6 +30,7 @@ from piecewise_graph.splitter.segment_builder import SegmentBuilder, attribute
 from piecewise_graph.splitter.source_names import MERGED_NAME, readable_source
 from piecewise_graph.splitter.split_graph import (
     Input,
+    Opaque,
     OpCall,
     OpStep,
     Ref,
@@ -194,7 +195,7 @@ class _Lowering:
         spec = self.specs[self._add_slot(node, value)]
         self.symbols.update([symbol] if symbol is not None else ())
         self.symbols.update(*(size.free_symbols for size in (spec.shape if spec is not None else ())))
-        self.inputs.append(Input(name, spec, bound, constant, symbol, merged))
+        self.inputs.append(Input(name, spec, bound, constant, symbol, merged, _torch.is_opaque(value)))
 
     def _new_slot(self, node: Node) -> int:
         value = _torch.example_value(node)
@@ -212,9 +213,12 @@ class _Lowering:
 
     def _value(self, node: Node) -> Any:
         """What stands for `node` outside of the group that made it."""
-        if node in self.slots and self.specs[self.slots[node]] is not None:
-            return Ref(self.slots[node])
-        return self._scalar(_torch.example_value(node))
+        value, slot = _torch.example_value(node), self.slots.get(node)
+        if slot is not None and self.specs[slot] is not None:
+            return Ref(slot)
+        if slot is not None and self.inputs[slot].opaque:
+            return Opaque(slot)
+        return self._scalar(value)
 
     def _scalar(self, value: Any) -> Any:
         if isinstance(value, torch.SymInt):

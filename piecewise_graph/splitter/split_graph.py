@@ -23,6 +23,13 @@ class Ref:
 
 
 @dataclass(frozen=True)
+class Opaque:
+    """The opaque argument in value slot `slot`."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
 class Size:
     """An integer that depends on the trace's size symbols."""
 
@@ -40,6 +47,7 @@ class Input:
         constant: the tensor itself, where the graph and not the caller holds it.
         symbol: the size symbol of an integer argument.
         merged: a tensor made up of several arguments (merged_weights.py); follows the trace's own arguments.
+        opaque: neither tensor nor number, an object that torch passes through: a layer's name, a device mesh.
     """
 
     name: str
@@ -48,6 +56,7 @@ class Input:
     constant: Tensor | None = None
     symbol: sympy.Symbol | None = None
     merged: bool = False
+    opaque: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class SegmentStep:
 
     index: int
     gm: GraphModule
-    inputs: tuple[Ref | Size, ...]
+    inputs: tuple[Ref | Size | Opaque, ...]
     outputs: tuple[int, ...]
     padded: bool = True
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -69,7 +78,7 @@ class SegmentStep:
 
 @dataclass(frozen=True)
 class OpCall:
-    """One call of a splitting op; Ref and Size stand nested in `args` and `kwargs`.
+    """One call of a splitting op; Ref, Size and Opaque stand nested in `args` and `kwargs`.
 
     Attributes:
         outputs: (index into the returned tuple, or None for a lone tensor; slot) of results that are used.
@@ -128,6 +137,11 @@ class SplitGraph:
         return tuple((index, x.spec) for index, x in given if x.spec is not None and not x.bound)
 
     @cached_property
+    def opaque(self) -> tuple[int, ...]:
+        """Indices of the opaque arguments."""
+        return tuple(index for index, given in enumerate(self.inputs) if given.opaque)
+
+    @cached_property
     def symbols(self) -> tuple[sympy.Symbol, ...]:
         """Size symbols of the arguments, in order of appearance."""
         shapes = ((given.symbol,) if given.spec is None else given.spec.shape for given in self.inputs)
@@ -147,9 +161,9 @@ class SplitGraph:
         return [self.inputs[index] for index in tensors if self.storages[index] in written]
 
 
-def resolve(structure: Any, replace: Callable[[Ref | Size], Any]) -> Any:
-    """`structure` with every Ref and Size in it replaced."""
-    if isinstance(structure, (Ref, Size)):
+def resolve(structure: Any, replace: Callable[[Ref | Size | Opaque], Any]) -> Any:
+    """`structure` with every Ref, Size and Opaque in it replaced."""
+    if isinstance(structure, (Ref, Size, Opaque)):
         return replace(structure)
     if isinstance(structure, (tuple, list)):
         return type(structure)(resolve(item, replace) for item in structure)
@@ -164,7 +178,7 @@ def references(structure: Any) -> list[int]:
     """Slots of all tensors that `structure` mentions."""
     found: list[int] = []
 
-    def note(item: Ref | Size) -> None:
+    def note(item: Ref | Size | Opaque) -> None:
         if isinstance(item, Ref):
             found.append(item.slot)
 
