@@ -68,6 +68,16 @@ for kind in (Name, Table):
     pg.register_padding_rule(f"pg_test_opaque::scale_{suffix}", rows={"x": 0})
 
 
+def count(x: Tensor, given: Table) -> Tensor:
+    given.factor += 1  # behind torch's back
+    return x * given.factor
+
+
+LIBRARY.define(f"count(Tensor x, {get_opaque_type_name(Table)} given) -> Tensor")
+LIBRARY.impl("count", count, "CompositeExplicitAutograd")
+torch.library.register_fake("pg_test_opaque::count", lambda x, given: torch.empty_like(x), lib=LIBRARY)
+
+
 class Layer(nn.Module):
     def __init__(self, given: Any, inside: bool) -> None:
         super().__init__()
@@ -154,3 +164,20 @@ def test_an_object_that_is_another_one_in_every_call_leaves_few_graphs(device: t
         model[1].given = Table(factor / 4)  # type: ignore[union-attr]
         same(fast(x), model(x))
     assert len(pg.explain(fast).traces) == 16
+
+
+class Counting(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return OPS.count(super().forward(x), self.given) + 1
+
+
+@pytest.mark.parametrize("padding", ["proved", "tried"])
+def test_an_object_that_an_op_changes_is_changed_once_per_call(padding: Any, device: torch.device) -> None:
+    model = Counting(Table(1.0), inside=False).to(device)
+    fast = compiled(model, token_dim={"x": 0}, padding=padding)
+    for n in (5, 5, 8, 8, 7, 4, 4):
+        x, before = rows(n, device), model.given.factor
+        wanted = model(x)
+        model.given.factor = before
+        same(fast(x), wanted)
+        assert model.given.factor == before + 1

@@ -41,6 +41,7 @@ def test_opaque_arguments_are_told_and_their_objects_found() -> None:
     spell = torch.ops.pg_test_gates_opaque.spell
     result = torch.compile(lambda x: spell(x, word), backend=backend)(torch.ones(2))
     assert found == [word] and result.tolist() == [3.0, 3.0]
+    assert not any(map(_torch.may_keep_state, [word, torch.ones(2)])), "a value, and a tensor"
     assert not _torch.is_opaque(torch.ones(2)) and not _torch.is_opaque(3)
 
 

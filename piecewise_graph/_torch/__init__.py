@@ -37,6 +37,7 @@ from piecewise_graph._torch.graphs import (
     is_opaque as is_opaque,
     is_specialization_error as is_specialization_error,
     is_trace_error as is_trace_error,
+    may_keep_state as may_keep_state,
     module_source as module_source,
     original_callable as original_callable,
     placeholder_source as placeholder_source,

@@ -29,6 +29,11 @@ def real_object(value: Any) -> Any:
     return value.real_obj if isinstance(value, FakeScriptObject) else value
 
 
+def may_keep_state(value: Any) -> bool:
+    """An opaque object that an op may change: torch compares it by identity, not by what it holds."""
+    return is_opaque(value) and not is_opaque_value_type(type(real_object(value)))
+
+
 def comparable(value: Any) -> Any:
     """What an opaque argument is compared by: a registered value by `==`, any other object by identity."""
     return value if is_opaque_value_type(type(value)) else SameObject(value)

@@ -67,7 +67,8 @@ def prove_padding(
         compiler: what will compile the segments; part of the keys of `facts`.
         largest: the largest bucket, in tokens.
         unproved: what becomes of a region without proof. "cut": it is cut out where that is possible.
-            "exact": its trace is never padded. "tried": its segment is reported, for trials.
+            "exact": its trace is never padded. "tried": its segment is reported, for trials. Where one
+            is given an object that may keep state, "cut": a trial would change it.
 
     Raises:
         Unsplittable: the graph has to stay whole.
@@ -75,6 +76,8 @@ def prove_padding(
     prover = _Prover(compiler, largest)
     bounds = _integer_bounds(example_inputs)
     whole = _judge(split(gm), prover, bounds)
+    if unproved == "tried" and whole.may_change_objects():
+        unproved = "cut"
     if whole.is_proved or not whole.may_pad or unproved == "tried":
         return whole.result()
     wanted = set(whole.wanted)
@@ -170,6 +173,15 @@ class _Judge:
     def pads_something(self) -> bool:
         """Replays would save more than nothing."""
         return any(step.padded and self.computes[step.index] for step in self.split.segments)
+
+    def may_change_objects(self) -> bool:
+        """An unproved segment is given an object that may keep state."""
+        return any(
+            _torch.may_keep_state(value)
+            for step in self.split.segments
+            if step.index in self.unproved
+            for value in _torch.argument_values(step.gm)
+        )
 
     def result(self) -> ProvedGraph:
         unproved = self.unproved if self.may_pad else {}
