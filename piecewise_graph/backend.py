@@ -15,6 +15,7 @@ from piecewise_graph.errors import ConfigError
 from piecewise_graph.runtime.model_state import FindState, all_states, state_for_trace
 from piecewise_graph.runtime.per_model import per_model, unsplit_per_model
 from piecewise_graph.runtime.unsplit import UnsplitRuntime
+from piecewise_graph.splitter.wrapper_weights import without_wrappers
 from piecewise_graph.telemetry import counters
 
 
@@ -53,16 +54,30 @@ def build(gm: GraphModule, example_inputs: Sequence[Any], find_state: FindState)
     """
     counters.add("traces")
     _torch.guard_every_weight()
-    weights = [(i, x) for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)]
-    state = find_state([weight for _, weight in weights])
+    plain = without_wrappers(gm, example_inputs)
+    args, weights = plain.arguments(example_inputs), plain.weights(example_inputs)
+    state = find_state([args[index] for index in weights])
     _torch.publish_graph("before_split", gm)
-    program = build_program(gm, example_inputs, state.config, state.compiled)
+    program = build_program(plain.gm, args, state.config, state.compiled)
     if isinstance(program, str):
-        whole, reason = _torch.compile_whole(gm, example_inputs, state.config.compiler), program
-        return unsplit_per_model(
-            lambda of, bound: UnsplitRuntime(whole, reason, of, bound), find_state, weights, example_inputs
-        )
-    return per_model(program, find_state, example_inputs)
+        return _unsplit(gm, example_inputs, program, find_state, state.config)
+    forward = per_model(program, find_state, args, weights)
+    return plain.taking_apart(forward) if plain.layouts else forward
+
+
+def _unsplit(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    reason: str,
+    find_state: FindState,
+    config: PiecewiseConfig,
+) -> Callable[..., Any]:
+    """A trace that stays whole."""
+    whole = _torch.compile_whole(gm, example_inputs, config.compiler)
+    weights = [(i, x) for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)]
+    return unsplit_per_model(
+        lambda of, bound: UnsplitRuntime(whole, reason, of, bound), find_state, weights, example_inputs
+    )
 
 
 def reset() -> None:

@@ -139,6 +139,11 @@ class TokenDimError(PiecewiseError):
         return cls(what, f"pass a dimension from 0 to {len(shape) - 1}.")
 
     @classmethod
+    def no_argument_names(cls, model: str) -> TokenDimError:
+        what = f"Python does not know the names of the arguments of {model}, and token_dim goes by name."
+        return cls(what, "compile a function of Python that calls it.")
+
+    @classmethod
     def positions(cls, found: int, leader: str, count: int) -> TokenDimError:
         what = f"position_ids has {found} positions for the {count} tokens of {leader}."
         return cls(what, "pass one position per token.")

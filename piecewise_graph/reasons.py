@@ -42,7 +42,7 @@ REMEDIES = {
     "second_dynamic_dimension": "flatten requests to [1, tokens], or keep the batch size the same; make a "
     "slice of columns contiguous",
     "splitting_op_inside_higher_order_op": "call the op outside of checkpoint, cond, map and the like",
-    "tensor_subclass": "pass plain tensors, and load plain weights",
+    "tensor_subclass": "pass the tensors that it is made of, and use such a weight where it is read",
     "writes_an_input": "return the new value, or write a buffer of the module in a splitting op",
     # a segment runs at the exact number of tokens
     "derived_size": _ROWS,

@@ -25,7 +25,7 @@ settings.load_profile("piecewise")
 # What torch has made by now stays: the collector need not look at it again and again.
 gc.collect()
 gc.freeze()
-# A trace makes objects by the hundred thousand. With Python's threshold, a fifth of the suite's time is collection.
+# A trace makes objects by the hundred thousand. With Python's threshold, collection is a fifth of the time.
 gc.set_threshold(100_000, 20, 20)
 
 

@@ -78,6 +78,14 @@ def test_bucket_outside_of_the_trace_is_skipped_for_the_next_one() -> None:
     assert decide(3, replace(LAZY, invalid=frozenset({4}))) == Decision(Action.CAPTURE, 8)
 
 
+def test_a_size_that_returns_gets_graphs_of_its_own_where_no_bucket_fits_it() -> None:
+    given = replace(LAZY, invalid=frozenset({4, 8}), returning={3})
+    assert decide(3, given) == Decision(Action.CAPTURE, 3)
+    assert decide(2, given) == compiled_because("bucket_outside_trace")
+    captured = replace(given, may_capture=False, piecewise=Captured(proven={3: False}))
+    assert decide(3, captured) == Decision(Action.REPLAY, 3)
+
+
 def test_failed_bucket_does_not_touch_the_others() -> None:
     given = replace(LAZY, piecewise=Captured(failed={4: "broke"}))
     assert decide(5, given) == Decision(Action.CAPTURE, 8)

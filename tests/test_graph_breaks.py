@@ -252,3 +252,19 @@ def test_static_outputs_of_functions_that_the_forward_calls(entry: Callable, dev
     for count in (3, 3, 5, 3, 8, 3):
         x = rows(count, device)
         assert_same(fast(x), model(x))
+
+
+def cells_behind_a_break(x: Tensor) -> Tensor:
+    """Comprehensions read locals through cells, one of which is set behind the break."""
+    factor = x.shape[1]
+    parts = [x * factor for _ in range(2)]
+    torch._dynamo.graph_break()
+    factor = factor + 1
+    return parts[0] + sum(part * factor for part in parts)
+
+
+def test_locals_of_comprehensions_behind_a_break(device: torch.device) -> None:
+    fast = torch.compile(cells_behind_a_break, backend="piecewise")
+    for n in (5, 7, 5):
+        x = rows(n, device)
+        torch.testing.assert_close(fast(x), cells_behind_a_break(x))

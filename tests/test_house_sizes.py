@@ -14,7 +14,7 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 500,
-    "rules": 790,
+    "rules": 800,
     "claims": 430,
     "proof": 350,
 }
@@ -71,16 +71,16 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1124,
-    "_torch": 504,
+    "beside": 1140,
+    "_torch": 602,
     "kernels": 441,
-    "splitter": 837,
-    "analysis": 1553,
+    "splitter": 917,
+    "analysis": 1573,
     "compiler": 1269,
     "recorder": 994,
-    "runtime": 890,
-    "inspection": 952,
-    "frontend": 957,
+    "runtime": 902,
+    "inspection": 955,
+    "frontend": 962,
     "custom_ops": 3216,
     "eagle": 2976,
     "bench": 646,

@@ -311,3 +311,17 @@ def test_a_column_of_what_a_padded_op_returned_dies_alone(device: torch.device) 
     for tokens in (7, 6, 5, 3, 4):
         x = toys.rows(tokens, device)
         torch.testing.assert_close(fast(x), model(x))
+
+
+def test_what_rows_take_of_memory_that_nothing_wrote_is_cut_out(device: torch.device) -> None:
+    """Ops on nothing but such memory are harmless (DTensor learns of shapes so)."""
+
+    def model(x: Tensor) -> Tensor:
+        taken = torch.empty_like(x) * x
+        return x * torch.where(taken == taken, 2, 2)
+
+    fast = toys.compiled(model, capture_sizes=[8])
+    with pg.counters.expect(replays=2, unpadded_segments=2, fallbacks=0):
+        for tokens in (8, 3, 5):
+            x = toys.rows(tokens, device)
+            torch.testing.assert_close(fast(x), model(x))

@@ -208,3 +208,8 @@ def test_features_of_a_wrong_width_are_refused_by_name(device: torch.device) -> 
     compiled(features(5, device))
     with pytest.raises(pg.errors.PiecewiseError, match=r"(?s)x: float32\[5, 9\].*What to do"):
         compiled(features(5, device, width=9))
+
+
+def test_a_function_without_argument_names_is_refused() -> None:
+    with pytest.raises(pg.errors.TokenDimError, match=r"names of the arguments.*\n.*function of Python"):
+        pg.compile(torch.nn.functional.linear, token_dim={"input": 0})

@@ -195,14 +195,6 @@ def test_a_capture_under_way_is_seen() -> None:
 # --- the proof's view ---------------------------------------------------------------------------------
 
 
-def test_wrapper_subclass_is_made_of_its_inner_tensors(device: torch.device) -> None:
-    a, b = torch.ones(2, device=device), torch.zeros(2, device=device)
-    assert [id(x) for x in _torch.inner_tensors(TwoTensor(TwoTensor(a, b), TwoTensor(b, a)))] == [
-        id(x) for x in (a, b, b, a)
-    ]
-    assert _torch.inner_tensors(a) == [a]
-
-
 def test_real_tensors_run_inside_of_a_fake_mode(device: torch.device) -> None:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 

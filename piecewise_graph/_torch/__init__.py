@@ -84,7 +84,6 @@ from piecewise_graph._torch.symbols import (
 )
 from piecewise_graph._torch.tensors import (
     flatten as flatten,
-    inner_tensors as inner_tensors,
     is_plain_tensor as is_plain_tensor,
     is_wrapped as is_wrapped,
     storage_holders as storage_holders,
@@ -92,4 +91,14 @@ from piecewise_graph._torch.tensors import (
     traced_functions as traced_functions,
     unflatten as unflatten,
     weak_alias as weak_alias,
+)
+from piecewise_graph._torch.wrappers import (
+    WrapperLayout as WrapperLayout,
+    functions_of_wrappers as functions_of_wrappers,
+    has_constant_sizes as has_constant_sizes,
+    inner_tensors as inner_tensors,
+    is_wrapper as is_wrapper,
+    meta_of_part as meta_of_part,
+    put_together as put_together,
+    uncompiled as uncompiled,
 )

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from piecewise_graph._torch.wrappers import uncompiled
+
 # We capture graphs, so Inductor's own capture (a global reduce-overhead) must not nest in them. Freezing
 # would bake the weights of one layer into code that all equal layers share.
 _PATCHES = {"triton.cudagraphs": False, "freezing": False}
@@ -32,7 +34,7 @@ def compile_segment(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Ca
         torch's own compile errors; Dynamo's restart exceptions pass through.
     """
     if compiler == "eager":
-        return gm.forward
+        return uncompiled(gm)
     if compiler == "aot_eager":
         return torch._dynamo.lookup_backend("aot_eager")(gm, list(inputs))
     from torch._inductor import standalone_compile

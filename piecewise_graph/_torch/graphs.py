@@ -152,7 +152,11 @@ def returns_intermediates(gm: GraphModule) -> bool:
 
 
 def source_text(source: Any) -> str:
-    return source.name if isinstance(source.name, str) else source.name()
+    """The source as Dynamo writes it; "" of one without a name, such as a cell behind a graph break."""
+    try:
+        return source.name if isinstance(source.name, str) else source.name()
+    except NotImplementedError:
+        return ""
 
 
 def current_root_code() -> CodeType | None:

@@ -34,15 +34,6 @@ def is_wrapped(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a wrapper subclass is made of; of any other tensor itself."""
-    if not hasattr(type(tensor), "__tensor_flatten__"):
-        return [tensor]
-    wrapper: Any = tensor
-    names, _ = wrapper.__tensor_flatten__()
-    return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
-
-
 def storage_id(tensor: Tensor) -> int:
     """Identifies the storage that `tensor` views; works for fake tensors too."""
     return tensor.untyped_storage()._cdata

@@ -26,6 +26,17 @@ from piecewise_graph.analysis.claims import (
 from piecewise_graph.analysis.op_call import Call
 
 BoundsOf = Callable[[Any], Bounds | None]
+_FEW = 2**20  # elements that are read to find their bounds
+
+
+def bounds_by_index(values: Sequence[Any]) -> dict[int, Bounds]:
+    """Bounds of the elements that small integer tensors among `values` have now."""
+    found = {}
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor) and is_integer(value) and 0 < value.numel() <= _FEW:
+            low, high = value.aminmax() if value.dtype != torch.bool else (0, 1)
+            found[index] = Bounds.of(int(low), int(high) + 1)
+    return found
 
 
 def whole_range(size: Any) -> Bounds:

@@ -94,6 +94,12 @@ class Call:
             refuse("reads a value that is not clean")
         return state
 
+    def reads_unwritten_alone(self) -> bool:
+        """All that it reads is memory that nothing wrote, as where DTensor runs an op to learn of a shape."""
+        states = [self.state_of(tensor) for tensor in self.tensors]
+        unwritten = [isinstance(state, Claim) and state.role is Role.UNWRITTEN for state in states]
+        return bool(states) and all(unwritten) and not self.written
+
     def mark(self, tensor: Any, kind: str) -> Mark | None:
         state = self.state_of(tensor) if isinstance(tensor, Tensor) else None
         return state if isinstance(state, Mark) and state.kind == kind else None

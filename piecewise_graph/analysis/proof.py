@@ -178,6 +178,10 @@ class _Walk(fx.Interpreter):
                 write = self._write if call.writes(tensor) else self._keep
                 write(tensor, state)
         except Unproved as problem:
+            if call.reads_unwritten_alone():
+                for tensor in call.new:
+                    self._keep(tensor, Claim((UNIFORM,) * tensor.ndim, role=Role.UNWRITTEN))
+                return
             self._unproved(op._schema.name, str(problem))
             self._set_live(call.new)
             for tensor in call.written:

@@ -120,6 +120,16 @@ def _kept_role(call: Call, claim: Claim) -> Role | None:
     return claim.role if same or casts else None
 
 
+@rule("_c10d_functional::all_reduce _c10d_functional::wait_tensor")
+def across_ranks(call: Call) -> Sequence[State]:
+    """An element of the result is made of the elements of the same place on every rank.
+
+    Collectives of ranks with different sizes are illegal, so all ranks pad alike.
+    """
+    call.numbers_are_constant()
+    return [Claim(call.claim(call.tensors[0]).dims)]
+
+
 @rule("native_dropout")
 def dropout(call: Call) -> Sequence[State]:
     """Outside of training it copies."""

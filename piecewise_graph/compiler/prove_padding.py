@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import sympy
-import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from piecewise_graph import _torch
-from piecewise_graph.analysis.claims import Bounds, Claim, is_integer, live_claim, stored_claim
+from piecewise_graph.analysis.bounds import bounds_by_index
+from piecewise_graph.analysis.claims import Bounds, Claim, live_claim, stored_claim
 from piecewise_graph.analysis.facts import SegmentFacts
 from piecewise_graph.analysis.proof import Finding, SegmentProof, analyse
 from piecewise_graph.compiler.segment_key import Key, structure_key
@@ -32,7 +31,6 @@ from piecewise_graph.splitter.splitting_ops import bind_arguments, splitting_op_
 
 # Between two unproved nodes, this many proved ones go with them: a graph for them costs more than it saves.
 _GAP = 8
-_FEW = 2**20  # elements that are read to find their bounds
 _ROUNDS = 8  # each grows the regions by the neighbours that the one before asked for
 
 
@@ -74,7 +72,7 @@ def prove_padding(
         Unsplittable: the graph has to stay whole.
     """
     prover = _Prover(compiler, largest)
-    bounds = _integer_bounds(example_inputs)
+    bounds = bounds_by_index(example_inputs)
     whole = _judge(split(gm), prover, bounds)
     if unproved == "tried" and whole.may_change_objects():
         unproved = "cut"
@@ -116,16 +114,6 @@ class _Prover:
             proof = analyse(gm, inputs, claims, tokens, self.largest)
             self._known[key.digest, claims] = proof
         return proof
-
-
-def _integer_bounds(example_inputs: Sequence[Any]) -> dict[int, Bounds]:
-    """Bounds of small integer tensors among the arguments, by index."""
-    found = {}
-    for index, value in enumerate(example_inputs):
-        if isinstance(value, Tensor) and is_integer(value) and 0 < value.numel() <= _FEW:
-            low, high = value.aminmax() if value.dtype != torch.bool else (0, 1)
-            found[index] = Bounds.of(int(low), int(high) + 1)
-    return found
 
 
 def _judge(graph: SplitGraph, prover: _Prover, bounds: Mapping[int, Bounds]) -> _Judge:

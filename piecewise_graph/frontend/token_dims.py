@@ -26,7 +26,12 @@ class TokenDims:
 
     def __init__(self, model: Callable[..., Any], token_dim: Mapping[str, int] | None) -> None:
         self._given = dict(token_dim or {})
-        self._signature = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
+        try:
+            self._signature = inspect.signature(
+                model.forward if isinstance(model, torch.nn.Module) else model
+            )
+        except ValueError as error:  # a function of C
+            raise TokenDimError.no_argument_names(repr(model)[:80]) from error
 
     def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """The call's direct tensor arguments by parameter name."""

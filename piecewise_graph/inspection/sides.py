@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from piecewise_graph import _torch
 from piecewise_graph.compiler.program import in_layout, run_steps
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.context import ForwardContext, get_forward_context, in_place_of_active
@@ -61,7 +62,7 @@ class Comparison:
 
     def answer(self) -> list[Any]:
         """What the traced graph returns in eager, with all that it writes."""
-        return self._walk(lambda step, segment: step.gm)
+        return self._walk(lambda step, segment: _torch.uncompiled(step.gm))
 
     def _reference(self) -> str:
         dtype = wide_dtype(self.program.device)
@@ -116,7 +117,7 @@ class Comparison:
     # --- the sides -------------------------------------------------------------------------------
 
     def _eager(self, see: See) -> str:
-        self._walk(lambda step, segment: step.gm, see)
+        self._walk(lambda step, segment: _torch.uncompiled(step.gm), see)
         return ""
 
     def _compiled(self, see: See) -> str:

@@ -43,7 +43,8 @@ def run_wide(program: Program, args: Sequence[Any], sizes: Sizes, dtype: torch.d
 
     def run_segment(step: SegmentStep, segment: CompiledSegment, inputs: list[Any]) -> Sequence[Tensor]:
         widened = [_cast(value, dtype) for value in inputs]
-        outputs = _Wide(step.gm, dtype).run(*widened)
+        with _torch.functions_of_wrappers(step.gm):
+            outputs = _Wide(step.gm, dtype).run(*widened)
         for index in segment.facts.written:
             if widened[index] is not inputs[index]:
                 overwrite(inputs[index], widened[index])
@@ -99,7 +100,7 @@ class _Wide(Interpreter):
             return _cast(super().run_node(n), self.dtype)
         try:
             return self._call(n, self.env, wide=True)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError):
             own = {node: _cast(value, _dtype_of(node), of=(self.dtype,)) for node, value in self.env.items()
                    if node in n.all_input_nodes}  # fmt: skip
             result = self._call(n, own, wide=False)
@@ -137,6 +138,7 @@ def _dtype_of(node: Node) -> torch.dtype | None:
 
 
 def _cast(value: Any, dtype: torch.dtype | None, of: Sequence[torch.dtype] = _NARROW) -> Any:
-    """`value` in `dtype` where it is a tensor of one of the types `of`; else itself."""
-    is_one = isinstance(value, Tensor) and dtype is not None and value.dtype in of
+    """`value` in `dtype` where it is a tensor of one of the types `of`; else itself, as wrappers are."""
+    is_one = isinstance(value, Tensor) and not _torch.is_wrapper(value)
+    is_one = is_one and dtype is not None and value.dtype in of
     return value.to(dtype) if is_one else value

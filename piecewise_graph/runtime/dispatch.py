@@ -86,18 +86,17 @@ def decide(num_tokens: int, given: Situation) -> Decision:
     """Choose for a call of `num_tokens` tokens.
 
     The reasons, in the order in which they are tried: the trace's own (`blocked`), `no_tokens`,
-    `above_max_tokens`, `bucket_outside_trace`; then, per mode, why the trace cannot be padded (at the first
-    call of a size), `capture_failed`, `over_budget`, `not_captured`. A call that asked for a full graph and
-    cannot have one is decided as a piecewise one.
+    `above_max_tokens`; then, per mode, why the call cannot be padded (at the first call of a size:
+    `bucket_outside_trace`, or why the trace cannot), `capture_failed`, `over_budget`, `not_captured`. A call
+    that asked for a full graph and cannot have one is decided as a piecewise one.
     """
     if given.blocked:
         return Decision(Action.COMPILED, reason=given.blocked)
     if num_tokens == 0:
         return Decision(Action.COMPILED, reason="no_tokens")
+    if num_tokens > max(given.sizes):
+        return Decision(Action.COMPILED, reason="above_max_tokens")
     bucket = bucket_of(num_tokens, given.sizes, given.invalid)
-    if bucket is None:
-        above = num_tokens > max(given.sizes)
-        return Decision(Action.COMPILED, reason="above_max_tokens" if above else "bucket_outside_trace")
     not_full = None
     if given.full is not None:
         full = _decide_mode(num_tokens, bucket, given.full, replace(given, returning=()))
@@ -107,12 +106,14 @@ def decide(num_tokens: int, given: Situation) -> Decision:
     return replace(_decide_mode(num_tokens, bucket, given.piecewise, given), not_full=not_full)
 
 
-def _decide_mode(num_tokens: int, bucket: int, captured: Captured, given: Situation) -> Decision:
-    if bucket in captured.unpaddable and bucket != num_tokens:
+def _decide_mode(num_tokens: int, bucket: int | None, captured: Captured, given: Situation) -> Decision:
+    alone = "bucket_outside_trace" if bucket is None else captured.unpaddable.get(bucket)
+    if alone is not None and bucket != num_tokens:
         known = num_tokens in captured.proven or num_tokens in captured.failed
         if not known and not (given.may_capture and num_tokens in given.returning):
-            return Decision(Action.COMPILED, reason=captured.unpaddable[bucket])
+            return Decision(Action.COMPILED, reason=alone)
         bucket = num_tokens  # graphs for this size alone, from its second call on
+    assert bucket is not None
     if bucket in captured.failed:
         return Decision(Action.COMPILED, reason="capture_failed")
     if bucket in captured.proven and (captured.proven[bucket] or bucket == num_tokens):

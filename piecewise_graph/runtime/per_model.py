@@ -18,10 +18,9 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from piecewise_graph import _torch
@@ -48,15 +47,18 @@ def unsplit_per_model(
     return _forward(_WholeRuntimes(make, find_state, weights), example_inputs)
 
 
-def per_model(program: Program, find_state: FindState, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def per_model(
+    program: Program, find_state: FindState, example_inputs: Sequence[Any], weights: Collection[int]
+) -> Callable[..., Any]:
     """The function handed to Dynamo: finds the runtime of the model whose weights are among its arguments.
 
     A plain function, because depyf and other tools read the code of what a backend returns.
 
     Args:
         find_state: weights of a model -> what its traces share.
+        weights: indices of the arguments that tell models apart: parameters, and what they are made of.
     """
-    forward = _forward(_SplitRuntimes(program, find_state, example_inputs), example_inputs)
+    forward = _forward(_SplitRuntimes(program, find_state, example_inputs, weights), example_inputs)
 
     def forward_as_traced(*args: Any) -> Any:
         with _torch.traced_functions():
@@ -94,14 +96,17 @@ class _Runtimes(ABC):
 
     Args:
         bound: tensors that are read by address, of the model that was traced.
+        weights: indices of those that tell models apart.
         objects: indices of opaque arguments. Tapes hold them, so other ones need another runtime.
     """
 
-    def __init__(self, find_state: FindState, bound: Bound, objects: Sequence[int] = ()) -> None:
+    def __init__(
+        self, find_state: FindState, bound: Bound, weights: Collection[int], objects: Sequence[int] = ()
+    ) -> None:
         self._find_state, self._objects = find_state, objects
         self._indices = [index for index, _ in bound]
         # Two weights tell models apart; a model that shares both with another is told by its addresses.
-        self._weights = [index for index, tensor in bound if isinstance(tensor, torch.nn.Parameter)]
+        self._weights = [index for index in self._indices if index in weights]
         self._telling = sorted({self._weights[0], self._weights[-1]}) if self._weights else []
         self._all: dict[Key, list[AnyRuntime]] = {}
 
@@ -168,7 +173,7 @@ class _WholeRuntimes(_Runtimes):
 
     def __init__(self, make: MakeRuntime, find_state: FindState, bound: Bound) -> None:
         self._made_by = make
-        super().__init__(find_state, bound)
+        super().__init__(find_state, bound, [index for index, _ in bound])
 
     def _make(self, state: Any, bound: Bound, objects: Objects) -> AnyRuntime:
         return self._made_by(state, bound)
@@ -177,11 +182,18 @@ class _WholeRuntimes(_Runtimes):
 class _SplitRuntimes(_Runtimes):
     """The runtimes of a trace that was split (Note [Tensors that change with every call])."""
 
-    def __init__(self, program: Program, find_state: FindState, example_inputs: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        find_state: FindState,
+        example_inputs: Sequence[Any],
+        weights: Collection[int],
+    ) -> None:
         self._program = program
         self._stood: dict[Key, dict[int, weakref.ref[Tensor]]] = {}  # buffers and attributes of a model
         self._changes: Counter[tuple[Key, int]] = Counter()
-        super().__init__(find_state, program.bound_arguments(example_inputs), program.split.opaque)
+        bound = program.bound_arguments(example_inputs)
+        super().__init__(find_state, bound, weights, program.split.opaque)
 
     def _make(self, state: Any, bound: Bound, objects: Objects) -> Runtime:
         return Runtime(self._program, state, self._program.static_tokens, bound, objects)

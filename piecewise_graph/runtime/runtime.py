@@ -298,5 +298,6 @@ class Runtime:
 
     def _count_fallback(self, reason: str, num_tokens: int) -> None:
         count_fallback(self.fallbacks, reason)
-        if reason in PADDING_REASONS and self.state.config.max_graph_bytes is None:
+        cannot_pad = reason in PADDING_REASONS or reason == "bucket_outside_trace"
+        if cannot_pad and self.state.config.max_graph_bytes is None:
             self._returning.add(num_tokens)  # the next call of this size may have graphs of its own

@@ -202,6 +202,8 @@ class _Lowering:
         if not isinstance(value, Tensor):
             several = isinstance(value, (tuple, list))
             raise Unsplittable("a_tuple_crosses_a_cut" if several else "an_effect_crosses_a_cut")
+        if _torch.is_wrapper(value):
+            raise Unsplittable("tensor_subclass")
         return self._add_slot(node, value)
 
     def _add_slot(self, node: Node, value: Any) -> int:
