@@ -42,6 +42,7 @@ def piecewise(
         raise ConfigError.mode_given(mode)
     config = PiecewiseConfig.from_options(options)
     _torch.tell_of_reset(piecewise)
+    _torch.raise_recompile_limit()
     code = _torch.current_root_code()
     return build(gm, example_inputs, lambda weights: state_for_trace(config, weights, code))
 

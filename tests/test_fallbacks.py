@@ -267,3 +267,18 @@ def test_int_argument_that_changes(tracer: str, device: torch.device) -> None:
     x = rows(4, device)
     for n in (3, 4, 5, -2):
         assert_same(fast(x, n), model(x, n))
+
+
+def test_more_counts_than_dynamos_limit_get_graphs_where_a_model_fixes_its_count(
+    device: torch.device,
+) -> None:
+    """By itself, Dynamo gives up a code object after 8 traces."""
+    model = torch.compile(
+        lambda x: torch.cat([x[i : i + 1] * i for i in range(x.shape[0])]), backend="piecewise"
+    )
+    counts = range(1, 12)
+    for _ in range(2):
+        before = pg.counters.snapshot()["replays"]
+        for n in counts:
+            model(torch.ones(n, 2, device=device))
+    assert pg.counters.snapshot()["replays"] - before == len(counts)

@@ -16,7 +16,7 @@ LONG_FILES = {
     "errors": 500,
     "rules": 800,
     "claims": 430,
-    "proof": 350,
+    "proof": 355,
 }
 
 
@@ -71,12 +71,12 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1140,
+    "beside": 1141,
     "_torch": 602,
     "kernels": 441,
     "splitter": 917,
-    "analysis": 1573,
-    "compiler": 1269,
+    "analysis": 1588,
+    "compiler": 1292,
     "recorder": 994,
     "runtime": 902,
     "inspection": 955,

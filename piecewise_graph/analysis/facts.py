@@ -29,7 +29,7 @@ class SegmentFacts:
         aliased_write: it writes a storage that two of its inputs share, which AOTAutograd gets wrong.
         entangled_outputs: some output shares storage with an input or another output.
         random: it draws random numbers.
-        host_sync: it reads a value back to the host or has a data-dependent shape.
+        host_sync: it waits for the device, or has a data-dependent shape (`waits_for_device`).
         floats_become_integers: it casts floats to integers, so a NaN may become an illegal index.
         computes: it does more than make views and allocate.
         size_is_a_number: a size enters the arithmetic (`x / T`), not only shapes.
@@ -66,8 +66,7 @@ class Observations:
             self._note_write(argument, value)
             self.numbers |= _is_number(op, argument, value)
         self.random |= torch.Tag.nondeterministic_seeded in op.tags
-        self.host_sync |= torch.Tag.data_dependent_output in op.tags
-        self.host_sync |= isinstance(result, Tensor) and _torch.has_unknown_size(result)
+        self.host_sync |= waits_for_device(op, args, kwargs, result) is not None
         self.casts |= _casts_to_integer(op, args, result)
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         allocates = op._schema.name.partition("::")[2] in _ALLOCATIONS
@@ -107,6 +106,22 @@ class Observations:
             size_is_a_number=self.numbers,
             uninitialised=frozenset(i for i, s in enumerate(out_ids) if s in self.allocated - self.written),
         )
+
+
+def waits_for_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> str | None:
+    """Why no CUDA graph can hold a call of `op`, in words; None where it can."""
+    if torch.Tag.data_dependent_output in op.tags:
+        return "reads a value back to the host"
+    if isinstance(result, Tensor) and _torch.has_unknown_size(result):
+        return "makes a size of values"
+    leaves, _ = _torch.flatten((args, kwargs, result))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    devices = {tensor.device.type for tensor in tensors if tensor.ndim or tensor is result}
+    if len(devices) > 1:
+        return "copies between host and device"
+    if op._schema.name == "aten::_grouped_mm" and "cuda" in devices and tensors[0].dtype != torch.bfloat16:
+        return "reads where groups end back to the host"  # in other types torch has no kernel for all groups
+    return None
 
 
 def observe(gm: GraphModule, inputs: Sequence[Any]) -> SegmentFacts:

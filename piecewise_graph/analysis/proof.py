@@ -38,7 +38,7 @@ from piecewise_graph.analysis.claims import (
     live_claim,
     require,
 )
-from piecewise_graph.analysis.facts import Observations, SegmentFacts
+from piecewise_graph.analysis.facts import Observations, SegmentFacts, waits_for_device
 from piecewise_graph.analysis.op_call import Call, State, tensors_of
 from piecewise_graph.analysis.padding_rules import registered_rule
 from piecewise_graph.analysis.rules import find
@@ -52,11 +52,13 @@ class Finding:
         node: of the segment.
         op: the op in it that no rule shows clean ("aten::_softmax").
         why: in words ("over tokens", "no rule").
+        waits: no graph can hold it, whatever its size.
     """
 
     node: fx.Node
     op: str
     why: str
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,9 @@ class _Walk(fx.Interpreter):
         if op.namespace == "prim" or (not tensors_of((args, kwargs)) and not tensors_of(result)):
             return
         call = Call.of(op, args, kwargs, result, self.padding, self.state_of)
+        waits = waits_for_device(op, args, kwargs, result)
+        if waits is not None:
+            self._find(op._schema.name, waits, waits=True)
         try:
             require(self.node not in self.found, "runs on live rows")
             states = self._judge(call)
@@ -194,7 +199,6 @@ class _Walk(fx.Interpreter):
         """The claims of what the op writes, and of its new results."""
         tags, own = call.op.tags, registered_rule(call.op)
         require(torch.Tag.nondeterministic_seeded not in tags, "random")
-        require(torch.Tag.data_dependent_output not in tags, "reads a value back to the host")
         require(torch.Tag.inplace_view not in tags, "changes its argument's shape")
         for tensor in call.written:
             require(_torch.storage_id(tensor) not in self.torn, "writes what a region views")
@@ -215,9 +219,9 @@ class _Walk(fx.Interpreter):
         if self.node not in self.found:
             self._find(op, why)
 
-    def _find(self, op: str, why: str) -> None:
+    def _find(self, op: str, why: str, *, waits: bool = False) -> None:
         assert self.node is not None
-        self.found[self.node] = Finding(self.node, op, why)
+        self.found[self.node] = Finding(self.node, op, why, waits)
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ def blocked(
         return "no_token_dimension"
     if len({given.spec.device for given in graph.inputs if given.spec and given.constant is None}) > 1:
         return "mixed_devices"
-    if any(fact.host_sync for fact in facts):
+    if any(segments[step.index].facts.host_sync for step in graph.segments if step.padded):
         return "data_dependent"
     if any(fact.random for fact in facts):
         return "random_numbers"

@@ -1,0 +1,259 @@
+"""What may be padded in a split graph: one pass that carries claims from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import sympy
+from torch.fx import GraphModule
+
+from piecewise_graph import _torch
+from piecewise_graph.analysis.claims import Bounds, Claim, live_claim, stored_claim
+from piecewise_graph.analysis.facts import SegmentFacts
+from piecewise_graph.analysis.proof import Finding, SegmentProof, analyse
+from piecewise_graph.compiler.segment_key import Key, structure_key
+from piecewise_graph.splitter.split_graph import OpCall, Ref, SegmentStep, SplitGraph, references
+from piecewise_graph.splitter.splitting_ops import bind_arguments, written_arguments
+
+
+@dataclass(frozen=True)
+class ProvedGraph:
+    """A split graph, and what may be padded in it.
+
+    Attributes:
+        keys: of each segment's structure, by SegmentStep.index.
+        facts: of each structure, by its key's digest.
+        unproved: SegmentStep.index -> what could not be proved in the segment, and why.
+        unpaddable: why the trace serves exact sizes only, or None.
+    """
+
+    split: SplitGraph
+    keys: Mapping[int, Key]
+    facts: Mapping[str, SegmentFacts]
+    unproved: Mapping[int, str]
+    unpaddable: str | None
+
+
+class Prover:
+    """Proves each structure once per claims of its inputs."""
+
+    def __init__(self, compiler: str, largest: int) -> None:
+        self._compiler, self.largest = compiler, largest
+        self._known: dict[tuple[str, tuple[Claim | None, ...]], SegmentProof] = {}
+
+    def keys(self, graph: SplitGraph) -> dict[int, Key]:
+        """The keys of a graph's segments, made before a proof of one can add conditions to their trace."""
+        return {step.index: structure_key(step.gm, self._compiler) for step in graph.segments}
+
+    def prove(
+        self, key: Key, gm: GraphModule, claims: tuple[Claim | None, ...], tokens: Sequence[sympy.Symbol]
+    ) -> SegmentProof:
+        """What is proved of the structure of `key`."""
+        proof = self._known.get((key.digest, claims))
+        if proof is None:
+            inputs = _torch.argument_values(gm)
+            proof = analyse(gm, inputs, claims, tokens, self.largest)
+            self._known[key.digest, claims] = proof
+        return proof
+
+
+def judge(graph: SplitGraph, prover: Prover, bounds: Mapping[int, Bounds]) -> Judge:
+    """Judge the graph; what a buffer holds now says nothing where the trace itself writes it."""
+    keys = prover.keys(graph)
+    judged = Judge(graph, keys, prover, bounds).run()
+    kept = {slot: bound for slot, bound in bounds.items() if graph.storages[slot] not in judged.written}
+    return judged if len(kept) == len(bounds) else Judge(graph, keys, prover, kept).run()
+
+
+class Judge:
+    """One pass over the steps of a split graph, which carries claims from slot to slot.
+
+    Attributes:
+        wanted: names of the trace's nodes that have to be cut out, as far as this pass can tell.
+        waiting: of those, the ones that no graph can hold, whatever its size.
+        is_stuck: some value cannot cross the cut that it has to cross.
+        is_torn: at any size, because its storage is written.
+    """
+
+    def __init__(
+        self, graph: SplitGraph, keys: Mapping[int, Key], prover: Prover, bounds: Mapping[int, Bounds]
+    ) -> None:
+        self.split, self.keys, self.prover, self.bounds = graph, keys, prover, bounds
+        self.tokens = graph.symbols if len(graph.symbols) == 1 else ()
+        self.claims: dict[int, Claim | None] = {}
+        self.facts: dict[str, SegmentFacts] = {}
+        self.unproved: dict[int, str] = {}
+        self.computes: dict[int, bool] = {}
+        self.wanted: set[str] = set()
+        self.waiting: set[str] = set()
+        self.is_stuck = self.is_torn = False
+        self.unpaddable: str | None = None
+        self.makers: dict[int, tuple[int, str]] = {}  # slot -> the step and the node that made it
+        self.written: set[int | None] = set()  # storages
+        self.overlapping: set[int] = set()  # slots that an unpadded segment returns
+
+    @property
+    def is_proved(self) -> bool:
+        return not (self.wanted or self.is_stuck)
+
+    @property
+    def may_pad(self) -> bool:
+        """A replay of the trace could be padded: it has one size symbol, and graphs may hold what it does."""
+        return bool(self.tokens) and not any(fact.random for fact in self.facts.values())
+
+    @property
+    def pads_something(self) -> bool:
+        """Replays would save more than nothing."""
+        return any(step.padded and self.computes[step.index] for step in self.split.segments)
+
+    def may_change_objects(self) -> bool:
+        """An unproved segment is given an object that may keep state."""
+        return any(
+            _torch.may_keep_state(value)
+            for step in self.split.segments
+            if step.index in self.unproved
+            for value in _torch.argument_values(step.gm)
+        )
+
+    def result(self) -> ProvedGraph:
+        apart = {step.index for step in self.split.segments if not step.padded}
+        unproved = {index: why for index, why in self.unproved.items() if self.may_pad or index in apart}
+        unpaddable = self.unpaddable if self.may_pad else None
+        return ProvedGraph(self.split, self.keys, self.facts, unproved, unpaddable)
+
+    def run(self) -> Judge:
+        for slot, given in enumerate(self.split.inputs):
+            if given.spec is not None:
+                stored = given.bound or given.merged or given.constant is not None
+                self.claims[slot] = self._stored(slot) if stored else self._live(slot)
+                if not stored:
+                    self._refuse_overlap(slot)
+        for step in self.split.steps:
+            if isinstance(step, SegmentStep):
+                self._segment(step)
+            else:
+                for call in step.calls:
+                    self._op(call)
+        for slot in references(self.split.outputs):
+            if slot >= len(self.split.inputs):
+                self._narrowed(slot)
+        self._refuse_torn_views()
+        return self
+
+    def _live(self, slot: int) -> Claim | None:
+        return live_claim(self.split.spec(slot), self.tokens)
+
+    def _stored(self, slot: int) -> Claim | None:
+        claim, bounds = stored_claim(self.split.spec(slot)), self.bounds.get(slot)
+        return replace(claim, live=bounds) if claim is not None and bounds is not None else claim
+
+    def _segment(self, step: SegmentStep) -> None:
+        made = next(node for node in reversed(step.gm.graph.nodes)).args[0]
+        assert isinstance(made, (tuple, list))
+        self.makers.update(
+            (slot, (step.index, step.origins[node.name]))
+            for slot, node in zip(step.outputs, made, strict=True)
+        )
+        hidden = self.overlapping if step.padded else ()
+        given = tuple(
+            self.claims.get(x.slot) if isinstance(x, Ref) and x.slot not in hidden else None
+            for x in step.inputs
+        )
+        key = self.keys[step.index]
+        proof = self.prover.prove(key, step.gm, given, self.tokens)
+        self.facts[key.digest] = proof.facts
+        self.computes[step.index] = proof.facts.computes
+        if step.padded:
+            self._padded(step, proof)
+        else:
+            self._unpadded(step, proof)
+
+    def _padded(self, step: SegmentStep, proof: SegmentProof) -> None:
+        for index, slot in _written(step, proof):
+            self._write(slot, proof.inputs[index])
+        self.claims.update(zip(step.outputs, proof.outputs, strict=True))
+        self.claims.update((step.outputs[i], self._live(step.outputs[i])) for i in proof.facts.uninitialised)
+        if proof.findings:
+            self.unproved[step.index] = _text(proof.findings)
+            self.wanted |= {step.origins[found.node.name] for found in proof.findings}
+            self.waiting |= {step.origins[found.node.name] for found in proof.findings if found.waits}
+
+    def _unpadded(self, step: SegmentStep, proof: SegmentProof) -> None:
+        self.unproved[step.index] = _text(proof.findings) or "beside what is unproved"
+        for slot in references(step.inputs):
+            self._narrowed(slot)
+        for _, slot in _written(step, proof):
+            self._write_live_rows(slot)
+        self.claims.update((slot, self._live(slot)) for slot in step.outputs)
+        self.overlapping |= set(filter(self._overlaps, step.outputs))
+
+    def _op(self, call: OpCall) -> None:
+        for slot in references((call.args, call.kwargs)):
+            self._narrowed(slot)
+        for name, value in bind_arguments(call.target, call.args, call.kwargs):
+            if name in written_arguments(call.target):
+                for slot in references(value):
+                    self._write_live_rows(slot, also_tail=call.op.padded)
+        for _, slot in call.outputs:
+            claim = self._live(slot)
+            self.claims[slot] = replace(claim, tail=None) if claim and call.op.padded else claim
+            self._refuse_overlap(slot)
+
+    def _refuse_overlap(self, slot: int) -> None:
+        """The value is copied to a buffer of its layout, where rows of padding would lie in live ones."""
+        if self._overlaps(slot):
+            self.is_stuck, self.unpaddable = True, "overlapping_memory"
+
+    def _overlaps(self, slot: int) -> bool:
+        sizes = dict.fromkeys(self.tokens, self.prover.largest)
+        return bool(self.tokens) and self.split.spec(slot).overlaps(sizes)
+
+    def _write_live_rows(self, slot: int, also_tail: bool = False) -> None:
+        """Live rows are live; the tail is what it was, or with `also_tail` anything."""
+        before = self.claims.get(slot)
+        if before is None or not before.is_plain:
+            self._write(slot, self._live(slot))
+        else:
+            self._write(slot, Claim(before.dims, tail=None if also_tail else before.tail))
+
+    def _write(self, slot: int, claim: Claim | None) -> None:
+        """Give a written slot its claim. Of the values of all others in its storage nothing is known."""
+        storage = self.split.storages[slot]
+        self.written.add(storage)
+        for other, old in self.claims.items():
+            if self.split.storages[other] == storage and old is not None:
+                self.claims[other] = Claim(old.dims) if old.is_plain else None
+        self.claims[slot] = claim
+
+    def _narrowed(self, slot: int) -> None:
+        """The value is seen by an op, an unpadded segment or the caller, who get its live rows."""
+        claim = self.claims.get(slot)
+        if claim is not None and claim.is_plain:
+            return
+        if self._live(slot) is None or slot not in self.makers:
+            self.is_stuck, self.unpaddable = True, "derived_size"
+            return
+        index, node = self.makers[slot]
+        self.wanted.add(node)
+        self.unproved.setdefault(index, f"{node} (its rows are not in the order of the tokens)")
+
+    def _refuse_torn_views(self) -> None:
+        """What an unpadded segment returns is copied, so nothing that shares its storage may be written."""
+        for step in self.split.segments:
+            mine = {self.split.storages[slot] for slot in step.outputs}
+            others = {self.split.storages[slot] for slot in references(step.inputs)}
+            several = len(mine) < len(step.outputs)
+            if not step.padded and (mine & self.written) and (several or mine & others):
+                self.is_stuck = self.is_torn = True
+
+
+def _written(step: SegmentStep, proof: SegmentProof) -> list[tuple[int, int]]:
+    """The inputs that a segment writes: position and slot."""
+    return [(i, x.slot) for i in sorted(proof.facts.written) if isinstance(x := step.inputs[i], Ref)]
+
+
+def _text(findings: Sequence[Finding]) -> str:
+    """The first ops, which are the cause of the others."""
+    ops = list(dict.fromkeys(f"{found.op} ({found.why})" for found in findings))
+    return ", ".join(ops[:2]) + (f" and {len(ops) - 2} more" if len(ops) > 2 else "")

@@ -1,0 +1,135 @@
+"""An op that no graph can hold runs between graphs: it costs itself, not the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from toys import WIDTH, compiled, ops, rows
+
+import piecewise_graph as pg
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+LIBRARY = torch.library.Library("pg_test_host", "DEF")
+LIBRARY.define("scaled(Tensor x) -> Tensor", tags=torch.Tag.data_dependent_output)
+_calls: list[int] = []
+
+
+def scaled(x: Tensor) -> Tensor:
+    """By a number of the first row, which the host reads."""
+    _calls.append(len(x))
+    return x * (1 + float(x[0, 0].abs()))
+
+
+LIBRARY.impl("scaled", scaled, "CompositeExplicitAutograd")
+torch.library.register_fake("pg_test_host::scaled", torch.empty_like, lib=LIBRARY)
+reads_host: Any = torch.ops.pg_test_host.scaled
+
+
+class Model(nn.Module):
+    """Linears around such an op; with `attends`, a splitting op beside it."""
+
+    def __init__(self, attends: bool = False) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attends = attends
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = reads_host(self.before(x).relu())
+        return self.after(ops.mix(h) if self.attends else h).relu() + x
+
+
+class Unrolled(Model):
+    """Fixes its token count while it is traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [super(Unrolled, self).forward(x)[i : i + 1] * (i + 1) for i in range(x.shape[0])]
+        return torch.cat(rows)
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padding", ["proved", "tried"])
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_it_is_cut_out_and_the_rest_is_padded(compiler: str, padding: Any, device: torch.device) -> None:
+    model = Model().to(device)
+    fast = compiled(model, token_dim={"x": 0}, compiler=compiler, padding=padding)
+    counts = (5, 3, 6, 4, 8)
+    with pg.counters.expect(
+        traces=1, tapes=2, captures=4, replays=3, unpadded_segments=3, fallbacks=0, failed_captures=0
+    ):
+        for n in counts:
+            x = rows(n, device)
+            same(fast(x), model(x))
+    [why] = pg.explain(fast).traces[0].padding.values()
+    assert "pg_test_host::scaled (reads a value back to the host)" in why
+
+
+def test_it_runs_once_per_call_on_live_rows(device: torch.device) -> None:
+    model = Model(attends=True).to(device)
+    fast = compiled(model, token_dim={"x": 0})
+    for n in (5, 3, 6, 4, 8, 1):
+        x = rows(n, device)
+        _calls.clear()
+        found = fast(x)
+        ran = list(_calls)
+        same(found, model(x))
+        assert ran[-1] == n
+        if pg.counters.snapshot()["replays"]:
+            assert ran == [n]
+
+
+@pytest.mark.parametrize("kind", [Model, Unrolled])
+def test_traces_of_fixed_shapes_too(kind: Callable[[], nn.Module], device: torch.device) -> None:
+    model = kind().to(device)
+    fast = torch.compile(model, backend="piecewise", dynamic=False, options={"compiler": "eager"})
+    sizes = (5, 3)
+    with pg.counters.expect(traces=len(sizes), tapes=len(sizes), replays=2 * len(sizes), fallbacks=0):
+        for _ in range(3):
+            for n in sizes:
+                x = rows(n, device)
+                same(fast(x), model(x))
+
+
+def test_graphs_of_returning_sizes_leave_it_out_as_well(device: torch.device) -> None:
+    """Rows that depend on the token count are not padded; what cannot be captured is still cut out."""
+    model = Model().to(device)
+
+    def doubled(x: Tensor) -> Tensor:
+        return torch.cat([model(x), model(x) * 2])
+
+    fast = compiled(doubled, token_dim={"x": 0})
+    with pg.counters.expect(tapes=1, replays=2, failed_captures=0, **{"fallbacks:derived_size": 1}):
+        for _ in range(4):
+            x = rows(5, device)
+            same(fast(x), doubled(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["copy", "groups"])
+def test_waits_inside_of_torchs_own_ops_are_known(kind: str, device: torch.device) -> None:
+    """A copy to the host, and groups of float32, whose ends torch reads back."""
+    linear = nn.Linear(16, 16).to(device)
+    weight = torch.randn(2, 16, 16, device=device)
+
+    def model(x: Tensor) -> Tensor:
+        h = linear(x)
+        if kind == "copy":
+            h = h.cpu().mul(2).to(x.device)
+        else:
+            ends = torch.tensor([1, x.shape[0]], device=x.device, dtype=torch.int32)
+            h = functional.grouped_mm(h, weight, offs=ends)
+        return linear(h).relu()
+
+    fast = compiled(model, token_dim={"x": 0}, max_tokens=32, capture_sizes=[16, 32])
+    with pg.counters.expect(tapes=2, replays=3, failed_captures=0):
+        for n in (16, 17, 9, 30, 16):
+            x = torch.randn(n, 16, device=device)
+            same(fast(x), model(x))
