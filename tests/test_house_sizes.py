@@ -78,7 +78,7 @@ BUDGETS = {
     "analysis": 1588,
     "compiler": 1292,
     "recorder": 994,
-    "runtime": 902,
+    "runtime": 903,
     "inspection": 955,
     "frontend": 962,
     "custom_ops": 3216,

@@ -112,11 +112,11 @@ def test_exact_sizes_are_bounded_and_the_least_recently_used_goes(device: torch.
     def model(x: Tensor) -> Tensor:
         return torch.cat([x, x * 2])
 
-    fast = toys.compiled(model, max_tokens=32, capture_sizes=[32])
-    for tokens in (*range(1, 9), *range(1, 9), 1, 9, 9):  # 1 was used since, so 2 goes for 9
+    fast = toys.compiled(model, max_tokens=64, capture_sizes=[64])
+    for tokens in (*range(1, 33), *range(1, 33), 1, 33, 33):  # 1 was used since, so 2 goes for 33
         x = toys.rows(tokens, device)
         torch.testing.assert_close(fast(x), model(x))
-    assert [bucket.tokens for bucket in pg.explain(fast).traces[0].buckets] == [1, *range(3, 10)]
+    assert [bucket.tokens for bucket in pg.explain(fast).traces[0].buckets] == [1, *range(3, 34)]
     x = toys.rows(2, device)
     with pg.counters.expect(captures=1, fallbacks=0):  # it comes again
         torch.testing.assert_close(fast(x), model(x))

@@ -69,6 +69,8 @@ class ModelState:
         signatures: of the graphs that pg.compile traced since Dynamo forgot its traces (one_token.py).
         fallbacks: reason -> calls that reached no trace.
         plan: the latest one, or None.
+        returning: token counts that came before, in any trace: where they cannot be padded, they may get
+            graphs of their own.
     """
 
     def __init__(self, config: PiecewiseConfig, *, code: CodeType | None = None) -> None:
@@ -83,6 +85,7 @@ class ModelState:
         self.fallbacks: Counter[str] = Counter()
         self.signatures: list[tuple[Any, ...]] = []
         self.plan: Plan | None = None
+        self.returning: set[int] = set()
         self.number = next(_numbers)
         self._traces: list[weakref.ref[Trace]] = []
         self._warned = config.cuda_graphs == "off"

@@ -40,7 +40,7 @@ from piecewise_graph.telemetry import count_fallback, counters
 log = logging.getLogger(__name__)
 
 # How many sizes that cannot be padded may have graphs at a time, beside the capture sizes.
-_MOST_EXACT_SIZES = 8
+_MOST_EXACT_SIZES = 32
 
 
 class Runtime:
@@ -68,7 +68,6 @@ class Runtime:
         self.fallbacks: Counter[str] = Counter()
         self.bound = {index: weakref.ref(tensor) for index, tensor in bound}
         self.bound_ids = frozenset(id(tensor) for _, tensor in bound)
-        self._returning: set[int] = set()  # token counts that could not be padded
         self.generation = 0  # rises when a replay that was handed out may be out of date
         self.addresses = BoundAddresses(program, [index for index, _ in bound])
         self.invalid = frozenset(
@@ -144,7 +143,7 @@ class Runtime:
             self._not_full,
             self.invalid,
             over_budget(state),
-            self._returning,
+            state.returning,
         )
         return decide(num_tokens, given)
 
@@ -285,6 +284,7 @@ class Runtime:
             tapes.buckets[bucket] = outcome.captured
             counters.add("captures", outcome.captured.tape.graphs)
             counters.add("tapes")
+            state.returning.add(num_tokens)  # for another trace that serves it the next time
             tapes.drop_exact(self.sizes, _MOST_EXACT_SIZES)
             self.addresses.remember(args)
             self._forget_ready()
@@ -300,4 +300,4 @@ class Runtime:
         count_fallback(self.fallbacks, reason)
         cannot_pad = reason in PADDING_REASONS or reason == "bucket_outside_trace"
         if cannot_pad and self.state.config.max_graph_bytes is None:
-            self._returning.add(num_tokens)  # the next call of this size may have graphs of its own
+            self.state.returning.add(num_tokens)  # the next call of this size may have graphs of its own

@@ -1,0 +1,188 @@
+"""How much of transformers' registry runs in graphs: each model of tests/tiny_models.py, at a dozen sizes.
+
+    python -m benchmarks.bench_registry                      # all of them, in processes of their own
+    python -m benchmarks.bench_registry mixtral bert-masked  # some of them
+    python -m benchmarks.bench_registry --compiler inductor --jobs 8 --seconds 600
+
+Each model is compiled with `torch.compile(model, backend="piecewise")` and called three times at each size of
+SIZES: one token, every bucket, its neighbours, and sizes above the limit. The first two rounds capture; sizes
+that get graphs of their own get them in the second. Each round has another order. A row says of its model:
+
+    wrong      sizes at which the rows differ from the eager model's by more than the tolerance, in any round
+    error      what a call raised
+    calls      calls of the last round, of sizes up to the limit
+    replayed   of those, forwards that graphs served (of several traces, where the model has graph breaks)
+    fallbacks  forwards without graphs in the last round, by reason; those above the limit are left out
+    unpadded   regions that replays of the last round ran between their graphs
+
+A family is served when graphs answered all of these calls. Those that are not have their reasons in a table
+of benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import piecewise_graph as pg
+from benchmarks.common import RESULTS, Mark, without_out, write
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+BUCKETS = (8, 16, 32)
+SIZES = (5, 1, 8, 7, 9, 2, 16, 15, 17, 31, 32, 33, 40)
+ROUNDS = SIZES, tuple(sorted(SIZES)), tuple(sorted(SIZES, reverse=True))
+TOLERANCE = 2e-3  # of the largest logit
+
+
+def model_row(
+    name: str, compiler: str, device: str, dtype: str, experts: str | None, seconds: int
+) -> dict[str, Any]:
+    """The figures of one model; what went wrong, where it could not be compiled or called."""
+    began = time.perf_counter()
+    row: dict[str, Any] = {"model": name}
+    signal.signal(signal.SIGALRM, partial(_too_long, seconds))
+    signal.alarm(seconds)
+    try:
+        row |= _calls(name, compiler, torch.device(device), getattr(torch, dtype), experts)
+    except Exception as problem:
+        row["error"] = f"{type(problem).__name__}: {str(problem)[:300]}"
+    finally:
+        signal.alarm(0)
+    return row | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def _too_long(seconds: int, *_: Any) -> None:
+    raise TimeoutError(f"more than {seconds} s")
+
+
+def _calls(
+    name: str, compiler: str, device: torch.device, dtype: torch.dtype, experts: str | None
+) -> dict[str, Any]:
+    import tiny_models
+
+    model = tiny_models.build(name).to(device, dtype)
+    if experts is not None:
+        model.set_experts_implementation(experts)  # type: ignore[operator]
+    options = {"compiler": compiler, "capture_sizes": list(BUCKETS), "max_tokens": max(BUCKETS)}
+    fast = torch.compile(model, backend="piecewise", options=options)
+    wrong: set[int] = set()
+    for sizes in ROUNDS:
+        before = pg.counters.snapshot()
+        for size in sizes:
+            _call(name, model, fast, size, wrong)
+    after = pg.counters.snapshot()
+    moved = {key: after[key] - before.get(key, 0) for key in after if after[key] != before.get(key, 0)}
+    inside = [size for size in SIZES if size <= max(BUCKETS)]
+    reasons = {key.partition(":")[2]: count for key, count in moved.items() if key.startswith("fallbacks:")}
+    reasons.pop("above_max_tokens", None)
+    return {
+        "wrong": sorted(wrong),
+        "calls": len(inside),
+        "replayed": moved.get("replays", 0),
+        "fallbacks": reasons,
+        "traces": after["traces"],
+        "graphs": after["captures"],
+        "unpadded": moved.get("unpadded_segments", 0),
+    }
+
+
+@torch.no_grad()
+def _call(name: str, model: torch.nn.Module, fast: Any, size: int, wrong: set[int]) -> None:
+    import tiny_models
+
+    ids = tiny_models.random_ids(size).to(next(model.parameters()).device)
+    found = tiny_models.rows(fast(**tiny_models.call(name, ids))).float()
+    wanted = tiny_models.rows(model(**tiny_models.call(name, ids))).float()
+    scale = wanted.abs().max().item()
+    if found.shape != wanted.shape or not torch.allclose(
+        found, wanted, rtol=0, atol=TOLERANCE * max(scale, 1e-3), equal_nan=True
+    ):
+        wrong.add(size)
+
+
+def is_served(row: Mapping[str, Any]) -> bool:
+    """Graphs answered each call of the last round up to the limit."""
+    return "error" not in row and row["replayed"] >= row["calls"] and not row["fallbacks"]
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The row of all models together."""
+    reasons: Counter[str] = Counter()
+    for row in rows:
+        if not is_served(row):
+            kind = [row["error"].partition(":")[0]] if "error" in row else list(row["fallbacks"])
+            reasons.update(kind or ["no graph"])
+    return {
+        "model": "all",
+        "models": len(rows),
+        "served": sum(map(is_served, rows)),
+        "wrong": sum(bool(row.get("wrong")) for row in rows),
+        "errors": sum("error" in row for row in rows),
+        "not_served_by_reason": dict(reasons.most_common()),
+    }
+
+
+def _in_process(work: Any, until: float, name: str) -> dict[str, Any] | None:
+    """A model's row from a process of its own: what one model leaves behind, no other one meets."""
+    if time.monotonic() > until:
+        return None
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        row: dict[str, Any] = pool.apply(work, (name,))
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def _row(
+    compiler: str, device: str, dtype: str, experts: str | None, seconds: int, name: str
+) -> dict[str, Any]:
+    return model_row(name, compiler, device, dtype, experts, seconds)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    import tiny_models
+
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="model", help="of tests/tiny_models.py; default: all")
+    parser.add_argument("--compiler", default="eager", choices=["eager", "inductor"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--experts", help="experts_implementation, for the models that have experts")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit-seconds", type=int, default=300, help="of one model")
+    parser.add_argument("--seconds", type=int, default=10**6, help="after these no further model is begun")
+    parser.add_argument("--out", type=Path, default=RESULTS / "bench_registry.json")
+    options = parser.parse_args(given)
+    work = partial(
+        _row, options.compiler, options.device, options.dtype, options.experts, options.limit_seconds
+    )
+    names, until = options.names or tiny_models.NAMES, time.monotonic() + options.seconds
+    with ThreadPoolExecutor(options.jobs) as threads:
+        rows = [row for row in threads.map(partial(_in_process, work, until), names) if row is not None]
+    total = summary(rows) | {"left_out": len(names) - len(rows)}
+    marks = [
+        Mark("wrong models", total["wrong"], 0),
+        Mark("models with an error from inside", total["errors"], 0),
+        Mark("share of models not served", 1 - total["served"] / len(rows), 0.05),
+    ]
+    command = " ".join(["python -m benchmarks.bench_registry", *without_out(given)])
+    write(options.out, command, [*rows, total], marks)
+    print(total)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

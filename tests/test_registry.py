@@ -1,0 +1,32 @@
+"""A sample of transformers' registry under plain torch.compile: every call is right, and graphs serve it.
+
+`python -m benchmarks.bench_registry` does this for every model.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.bench_registry import is_served, model_row, summary
+
+# A window that ends the range of a trace, experts, a mask that is cut out, an encoder, a scan over chunks.
+SAMPLE = ["gemma3", "mixtral", "bloom", "bert-masked", "xlnet"]
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_every_call_of_the_last_round_is_a_replay(name: str, device: torch.device) -> None:
+    row = model_row(name, "eager", str(device), "float32", None, seconds=300)
+    assert "error" not in row, row
+    assert row["wrong"] == [] and row["fallbacks"] == {} and row["replayed"] == row["calls"] == 11
+    assert is_served(row)
+
+
+def test_a_model_that_raises_or_runs_without_graphs_is_told() -> None:
+    row = model_row("no such model", "eager", "cpu", "float32", None, seconds=300)
+    assert row["error"].startswith("KeyError")
+    left = {"wrong": [], "calls": 11, "replayed": 9, "fallbacks": {"derived_size": 2}, "graphs": 3}
+    unseen = left | {"fallbacks": {}}
+    found = summary([row, left, left | {"replayed": 11, "fallbacks": {}}, left | {"wrong": [5]}, unseen])
+    assert (found["models"], found["served"], found["wrong"], found["errors"]) == (5, 1, 1, 1)
+    assert found["not_served_by_reason"] == {"derived_size": 2, "KeyError": 1, "no graph": 1}
