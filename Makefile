@@ -18,9 +18,9 @@ READY_BENCH := $(VENV)/.installed-bench
 endif
 
 # One thread per worker, and no pool of compile processes for each: on as many workers as cores, more would only
-# wait for each other. glibc keeps freed memory, which the next test asks for again. Workers begin with whole
-# files, whose fixtures are made once, and then take over from each other.
-PYTEST = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 MALLOC_TRIM_THRESHOLD_=1000000000 MALLOC_TOP_PAD_=67108864 $(PY) -m pytest -q $$($(PY) -c 'import xdist' 2>/dev/null && echo "-n $(WORKERS) --dist worksteal")
+# wait for each other. Workers begin with whole files, whose fixtures are made once, and then take over from
+# each other.
+PYTEST = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -q $$($(PY) -c 'import xdist' 2>/dev/null && echo "-n $(WORKERS) --dist worksteal")
 PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help

@@ -225,7 +225,7 @@ MUTANTS = [
     ),
     Mutant(
         "a padded segment reads a view that overlaps itself",
-        f"{PG}/compiler/prove_padding.py",
+        f"{PG}/compiler/judge.py",
         "hidden = self.overlapping if step.padded else ()",
         "hidden: tuple[int, ...] = ()",
         "tests/test_padding_cuts.py -k windows_over_tokens",

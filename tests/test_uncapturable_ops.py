@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch._subclasses import FakeTensorMode
 from toys import WIDTH, compiled, ops, rows
 
 import piecewise_graph as pg
+from piecewise_graph import _torch
+from piecewise_graph.analysis.facts import waits_for_device
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -106,26 +109,55 @@ def test_graphs_of_returning_sizes_leave_it_out_as_well(device: torch.device) ->
         return torch.cat([model(x), model(x) * 2])
 
     fast = compiled(doubled, token_dim={"x": 0})
-    with pg.counters.expect(tapes=1, replays=2, failed_captures=0, **{"fallbacks:derived_size": 1}):
+    regions = {"unpadded_segments": 2, "unpadded_segments:data_dependent": 2}
+    with pg.counters.expect(tapes=1, replays=2, **regions, **{"fallbacks:derived_size": 1}):
         for _ in range(4):
             x = rows(5, device)
             same(fast(x), doubled(x))
 
 
+@pytest.mark.parametrize(
+    ("formula", "waits"),
+    [
+        (lambda x: x.cpu(), "copies between host and device"),
+        (lambda x: torch.tensor(0.5, device="cuda"), "copies between host and device"),
+        (lambda x: x * torch.tensor(0.5), None),
+        (lambda x: x.clone().to(torch.float64), None),
+        (lambda x: grouped(x, torch.float32), "reads where groups end back to the host"),
+    ],
+    ids=["to the host", "a literal", "a number", "on the device", "groups"],
+)
+def test_what_waits_is_told_from_fake_tensors(formula: Callable[[Tensor], Tensor], waits: str | None) -> None:
+    """Fake tensors have any device, so this holds without a GPU."""
+    found: list[str | None] = []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(4, 16, device="cuda")
+        with _torch.observe_ops(lambda *call: found.append(waits_for_device(*call))):
+            formula(x)
+    assert [why for why in found if why is not None] == ([] if waits is None else [waits])
+
+
+def grouped(x: Tensor, dtype: torch.dtype) -> Tensor:
+    importlib.import_module("transformers.integrations.moe")  # it defines the op
+    ends = torch.empty(2, device=x.device, dtype=torch.int32)
+    found: Tensor = torch.ops.transformers.grouped_mm_fallback(x.to(dtype), x.new_empty(2, 16, 16), ends)
+    return found
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["copy", "groups"])
 def test_waits_inside_of_torchs_own_ops_are_known(kind: str, device: torch.device) -> None:
-    """A copy to the host, and groups of float32, whose ends torch reads back."""
+    """A copy to the host, and groups of float32, whose ends transformers reads back."""
     linear = nn.Linear(16, 16).to(device)
     weight = torch.randn(2, 16, 16, device=device)
+    ends = torch.tensor([1, 9], device=device, dtype=torch.int32)
 
     def model(x: Tensor) -> Tensor:
         h = linear(x)
         if kind == "copy":
             h = h.cpu().mul(2).to(x.device)
         else:
-            ends = torch.tensor([1, x.shape[0]], device=x.device, dtype=torch.int32)
-            h = functional.grouped_mm(h, weight, offs=ends)
+            h = torch.ops.transformers.grouped_mm_fallback(h, weight, ends)
         return linear(h).relu()
 
     fast = compiled(model, token_dim={"x": 0}, max_tokens=32, capture_sizes=[16, 32])

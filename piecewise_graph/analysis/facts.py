@@ -17,6 +17,8 @@ from torch.fx import GraphModule
 
 from piecewise_graph import _torch
 
+_COPIES = frozenset({"aten::_to_copy", "aten::copy_", "aten::copy"})
+_GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
 _ALLOCATIONS = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
 
 
@@ -116,11 +118,15 @@ def waits_for_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
         return "makes a size of values"
     leaves, _ = _torch.flatten((args, kwargs, result))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    devices = {tensor.device.type for tensor in tensors if tensor.ndim or tensor is result}
+    # Of a number on the host that meets tensors on the device, kernels hold the value; a copy waits for it.
+    copies = op._schema.name in _COPIES
+    devices = {tensor.device.type for tensor in tensors if copies or tensor.ndim or tensor is result}
     if len(devices) > 1:
         return "copies between host and device"
-    if op._schema.name == "aten::_grouped_mm" and "cuda" in devices and tensors[0].dtype != torch.bfloat16:
-        return "reads where groups end back to the host"  # in other types torch has no kernel for all groups
+    # In other types than bfloat16 torch has no kernel for all groups, and transformers has a loop.
+    native = op._schema.name == "aten::_grouped_mm" and tensors[0].dtype == torch.bfloat16
+    if op._schema.name in _GROUPED and "cuda" in devices and not native:
+        return "reads where groups end back to the host"
     return None
 
 

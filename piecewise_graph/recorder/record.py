@@ -86,13 +86,13 @@ class _Recording:
         return evaluate(item.expr, self.sizes) if isinstance(item, Size) else self.values[item.slot]
 
     def _segment(self, step: SegmentStep, segment: CompiledSegment) -> None:
-        reason = self.proofs.reason(self.program, step, self.bucket)
+        reason = self._reason_apart(step, segment)
         if step.padded and not segment.facts.computes:
             # views and allocations: made once
             outputs = self._filling(step, segment)(*map(self._value, step.inputs))
             self.keep.extend(outputs)
             self.values.update(zip(step.outputs, outputs, strict=True))
-        elif reason is not None and self.exact_only is None:
+        elif reason is not None:
             self.unpadded[reason] += 1
             elements = tuple(enumerate(step.outputs))
             bridges = self.workspace.bridges
@@ -108,6 +108,13 @@ class _Recording:
             for slot, output in zip(step.outputs, outputs, strict=True):
                 self.owned[slot] = output
                 self.values[slot] = _torch.weak_alias(output) if output.is_cuda else output
+
+    def _reason_apart(self, step: SegmentStep, segment: CompiledSegment) -> str | None:
+        """Why the segment runs between the graphs, at the exact size; None where a graph holds it."""
+        if segment.facts.host_sync:
+            return "data_dependent"
+        reason = self.proofs.reason(self.program, step, self.bucket)
+        return reason if self.exact_only is None else None
 
     def _filling(self, step: SegmentStep, segment: CompiledSegment) -> Callable[..., Sequence[Tensor]]:
         """The segment, with zeros in the integers that it leaves to a splitting op to fill.
