@@ -3,11 +3,12 @@
     python -m benchmarks.compare_commits --old OLD --new NEW
 
 Both are folders that hold `benchmarks/` and an installed copy of the project (`pip install --target OLD .`).
-A process of one and a process of the other take turns, three each. Host time depends more on the core, its
-clock and its neighbours than on the commit, so the two processes that time frozen calls live side by side on
-one core, and time ten rounds each by turns. Every figure of the new commit is held against the old one: the
-ratio of medians has to be at most 1.02, or within the spread that the old commit shows against itself. A run
-that was cut short keeps the turns that it has; `--resume` makes the others, on the same machine.
+A process of one and a process of the other take turns, three each; who is first changes from turn to turn.
+Host time depends more on the core, its clock and its neighbours than on the commit, so the two processes that
+time frozen calls live side by side on one core, and time ten rounds each by turns. Every figure of the new
+commit is held against the old one: the ratio of medians has to be at most 1.02, or within the spread that the
+old commit shows against itself. A run that was cut short keeps the turns that it has; `--resume` makes the
+others, on the same machine.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Side:
 
 
 def measure(sides: Sequence[Side], runs: Mapping[str, str]) -> list[Figures]:
-    """One turn: all benchmarks of each side.
+    """One turn: all benchmarks of each side, in this order.
 
     Raises:
         subprocess.CalledProcessError: a benchmark failed.
@@ -131,7 +132,7 @@ def measure(sides: Sequence[Side], runs: Mapping[str, str]) -> list[Figures]:
 
 
 def _side_by_side(processes: Sequence[Process]) -> None:
-    """Prepare all at once; then let one of them time at a time."""
+    """Prepare all at once; then let one of them time at a time. Who is first changes from round to round."""
     try:
         running = [process for process in processes if _wants_a_turn(process)]
         while running:
@@ -141,6 +142,7 @@ def _side_by_side(processes: Sequence[Process]) -> None:
                 process.stdin.flush()
                 if not _wants_a_turn(process):
                     running.remove(process)
+            running.reverse()
         for process in processes:
             _ended(process)
     finally:
@@ -198,8 +200,10 @@ def main(arguments: list[str] | None = None) -> int:
     old, new = turns_of(options.out, names) if options.resume else ([], [])
     sides = Side(options.old.resolve()), Side(options.new.resolve())
     while len(new) < options.turns:
-        for turns, found in zip((old, new), measure(sides, runs), strict=True):
-            turns.append(found)
+        in_turn = sides if len(new) % 2 == 0 else sides[::-1]
+        found = dict(zip(in_turn, measure(in_turn, runs), strict=True))
+        for turns, side in zip((old, new), sides, strict=True):
+            turns.append(found[side])
         rows, marks = compared(old, new)
         # After every turn: a run that is cut short keeps the turns that it has.
         command = f"python -m benchmarks.compare_commits --old OLD --new NEW --turns {options.turns}"

@@ -296,6 +296,11 @@ class CaptureError(PiecewiseError):
         return f"{type(error).__name__}: {error}"
 
     @staticmethod
+    def op_failed(error: Exception) -> str:
+        """Why an op runs between the graphs, as `pg.explain` shows it."""
+        return f"its capture fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+    @staticmethod
     def over_budget(size: int, needed: int, budget: int) -> str:
         """Why a bucket was dropped, as reports show it."""
         return (

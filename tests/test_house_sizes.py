@@ -13,7 +13,7 @@ from test_architecture import CORE, LEVELS
 
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
-    "errors": 500,
+    "errors": 510,
     "rules": 800,
     "claims": 430,
     "proof": 355,
@@ -71,14 +71,14 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1141,
+    "beside": 1144,
     "_torch": 602,
     "kernels": 441,
-    "splitter": 917,
+    "splitter": 920,
     "analysis": 1592,
-    "compiler": 1292,
-    "recorder": 999,
-    "runtime": 903,
+    "compiler": 1375,
+    "recorder": 1054,
+    "runtime": 948,
     "inspection": 955,
     "frontend": 962,
     "custom_ops": 3216,

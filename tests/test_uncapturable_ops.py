@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from internals import fail_capture
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from toys import WIDTH, compiled, ops, rows
+from toys import WIDTH, compiled, ops, rows, watching
 
 import piecewise_graph as pg
 from piecewise_graph import _torch
 from piecewise_graph.analysis.facts import waits_for_device
+from piecewise_graph.graph_pool import GraphPool
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -114,6 +116,103 @@ def test_graphs_of_returning_sizes_leave_it_out_as_well(device: torch.device) ->
         for _ in range(4):
             x = rows(5, device)
             same(fast(x), doubled(x))
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Holds True while something is captured, by stand-ins too."""
+    state, capture = [False], GraphPool.capture
+
+    def told(*args: Any, **options: Any) -> Any:
+        state[0] = True
+        try:
+            return capture(*args, **options)
+        finally:
+            state[0] = False
+
+    monkeypatch.setattr(GraphPool, "capture", told)
+    return state
+
+
+@pytest.fixture
+def refuses(capturing: list[bool]) -> Iterator[Any]:
+    """An op that no graph can hold, of which nothing tells before its capture."""
+    library = torch.library.Library("pg_test_refuses", "DEF")
+    library.define("doubled(Tensor x) -> Tensor")
+
+    def doubled(x: Tensor) -> Tensor:
+        if capturing[0]:
+            raise RuntimeError("not permitted when stream is capturing")
+        _calls.append(len(x))
+        return x * 2
+
+    library.impl("doubled", doubled, "CompositeExplicitAutograd")
+    torch.library.register_fake("pg_test_refuses::doubled", torch.empty_like, lib=library)
+    yield torch.ops.pg_test_refuses.doubled
+    library._destroy()
+
+
+class Refused(nn.Module):
+    """Such an op in the second of two equal layers."""
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.layers, self.op = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)), op
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = ops.mix(self.op(self.layers[0](x).relu()))
+        h = ops.mix(self.op(self.layers[1](h).relu()))
+        return self.layers[2](h) + x
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("pads", [True, False])
+def test_an_op_found_at_its_capture_is_cut_out(
+    refuses: Any, compiler: str, pads: bool, device: torch.device
+) -> None:
+    """The bucket is captured by the same call; each call runs the op once."""
+    model = Refused(refuses).to(device)
+    options = {"capture_sizes": [4, 8], "max_tokens": 8, "compiler": compiler, "padding": "tried"}
+    fast: Any = compiled(model, token_dim={"x": 0}, **options)
+    if not pads:
+        fast = torch.compile(model, backend="piecewise", dynamic=False, options=options)
+    sizes = (3, 2, 8, 5) if pads else (4, 8)
+    for n in sizes:
+        fast(rows(n, device))
+    assert "pg_test_refuses::doubled (its capture fails: RuntimeError: not perm" in str(pg.explain(fast))
+    regions = 2 * len(sizes)
+    with pg.counters.expect(
+        replays=len(sizes), captures=0, failed_captures=0, **{"unpadded_segments:data_dependent": regions}
+    ):
+        for n in sizes:
+            x = rows(n, device)
+            _calls.clear()
+            found = fast(x)
+            assert _calls == [n, n]
+            same(found, model(x))
+
+
+def test_the_call_that_found_it_writes_once(refuses: Any, device: torch.device) -> None:
+    model = Refused(refuses).to(device)
+    fast = compiled(model, token_dim={"x": 0}, padding="tried")
+    x = rows(3, device)
+    with pg.counters.expect(tapes=1, captures=3, failed_captures=0), watching() as seen:
+        found = fast(x)
+    same(found, model(x))
+    assert [call.tokens for call in seen] == [3, 3]
+
+
+def test_a_capture_that_fails_for_another_reason_costs_its_bucket(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each op can be captured alone: nothing is cut."""
+    fail_capture(monkeypatch, RuntimeError("the stream broke"), at=4)
+    model = Model(attends=True).to(device)
+    fast = compiled(model.before, token_dim={"input": 0}, compiler="eager")
+    with pg.counters.expect(failed_captures=1, replays=1, **{"fallbacks:capture_failed": 1}):
+        for n in (3, 4, 8, 7):
+            x = rows(n, device)
+            same(fast(x), model.before(x))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler.blocked import blocked
+from piecewise_graph.compiler.judge import ProvedGraph
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.prove_padding import Unproved, prove_padding
 from piecewise_graph.compiler.segments import CompiledSegment, compile_split
@@ -52,13 +53,7 @@ def build_program(
     is_whole = _torch.takes_all_sizes(gm)  # asked before segments are compiled, which may add sizes
     merged, merge = merge_linears(gm, example_inputs) if config.merge_linears else (gm, Merge())
     try:
-        proved = prove_padding(
-            merged,
-            example_inputs,
-            config.compiler,
-            max(config.sizes),
-            unproved=_for_unproved(config),
-        )
+        proved = _proved(merged, example_inputs, config)
     except Unsplittable as error:
         return error.reason
     graph = proved.split
@@ -69,6 +64,7 @@ def build_program(
     token = graph.symbols[0] if len(graph.symbols) == 1 else None
     contract = _contract(gm, graph, is_whole)
     program = Program(
+        merged,
         graph,
         segments,
         contract,
@@ -84,12 +80,63 @@ def build_program(
         breaks,
         tuple(map(readable_source, _torch.changed_objects())),
     )
+    _report(program)
+    return specialized(program, example_inputs, config, compiled)
+
+
+def without_uncapturable(
+    program: Program,
+    uncapturable: Mapping[str, str],
+    args: Sequence[Any],
+    config: PiecewiseConfig,
+    compiled: dict[str, CompiledSegment],
+) -> Program | None:
+    """The program with these nodes cut out of its segments; None where that is impossible.
+
+    Args:
+        uncapturable: names of nodes of `program.traced` that no graph can hold, and why.
+        args, config, compiled: see `build_program`; of `args` only what graphs read by address is used.
+    """
+    try:
+        proved = _proved(program.traced, args, config, uncapturable)
+    except Unsplittable:
+        return None
+    graph = proved.split
+    segments = compile_split(graph, config.compiler, compiled, config.cache_dir, proved.keys, proved.facts)
+    writes = _writes_arguments(graph, segments)
+    cut = replace(
+        program,
+        split=graph,
+        compiled=segments,
+        contract=_contract(program.traced, graph, program.contract.is_whole),
+        last_use=_last_use(graph, segments),
+        blocked=blocked(graph, segments, writes, program.breaks),
+        unproved=proved.unproved,
+        unpaddable=proved.unpaddable,
+    )
+    _report(cut)
+    return None if cut.blocked else specialized(cut, args, config, compiled)
+
+
+def _proved(
+    gm: GraphModule,
+    args: Sequence[Any],
+    config: PiecewiseConfig,
+    uncapturable: Mapping[str, str] | None = None,
+) -> ProvedGraph:
+    unproved, largest = _for_unproved(config), max(config.sizes)
+    return prove_padding(
+        gm, args, config.compiler, largest, unproved=unproved, uncapturable=uncapturable or {}
+    )
+
+
+def _report(program: Program) -> None:
+    graph = program.split
     ops = ", ".join(f"{count} x {name}" for name, count in Counter(c.op.name for c in graph.op_calls).items())
     log.info(
         "split into %d steps: %d segments, %d of them distinct, %s; replayed: %s", len(graph.steps),
         len(graph.segments), len(program.distinct), ops or "no splitting op", program.blocked or "yes",
     )  # fmt: skip
-    return specialized(program, example_inputs, config, compiled)
 
 
 def _for_unproved(config: PiecewiseConfig) -> Unproved:

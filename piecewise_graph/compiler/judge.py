@@ -14,7 +14,7 @@ from piecewise_graph.analysis.facts import SegmentFacts
 from piecewise_graph.analysis.proof import Finding, SegmentProof, analyse
 from piecewise_graph.compiler.segment_key import Key, structure_key
 from piecewise_graph.splitter.split_graph import OpCall, Ref, SegmentStep, SplitGraph, references
-from piecewise_graph.splitter.splitting_ops import bind_arguments, written_arguments
+from piecewise_graph.splitter.splitting_ops import bind_arguments, called_name, written_arguments
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,21 @@ class Prover:
         return proof
 
 
-def judge(graph: SplitGraph, prover: Prover, bounds: Mapping[int, Bounds]) -> Judge:
+def judge(
+    graph: SplitGraph, prover: Prover, bounds: Mapping[int, Bounds], uncapturable: Mapping[str, str]
+) -> Judge:
     """Judge the graph; what a buffer holds now says nothing where the trace itself writes it."""
     keys = prover.keys(graph)
-    judged = Judge(graph, keys, prover, bounds).run()
+    judged = Judge(graph, keys, prover, bounds, uncapturable).run()
     kept = {slot: bound for slot, bound in bounds.items() if graph.storages[slot] not in judged.written}
-    return judged if len(kept) == len(bounds) else Judge(graph, keys, prover, kept).run()
+    return judged if len(kept) == len(bounds) else Judge(graph, keys, prover, kept, uncapturable).run()
 
 
 class Judge:
     """One pass over the steps of a split graph, which carries claims from slot to slot.
+
+    Args:
+        uncapturable: names of the trace's nodes that a capture showed no graph can hold, and why.
 
     Attributes:
         wanted: names of the trace's nodes that have to be cut out, as far as this pass can tell.
@@ -77,9 +82,15 @@ class Judge:
     """
 
     def __init__(
-        self, graph: SplitGraph, keys: Mapping[int, Key], prover: Prover, bounds: Mapping[int, Bounds]
+        self,
+        graph: SplitGraph,
+        keys: Mapping[int, Key],
+        prover: Prover,
+        bounds: Mapping[int, Bounds],
+        uncapturable: Mapping[str, str],
     ) -> None:
         self.split, self.keys, self.prover, self.bounds = graph, keys, prover, bounds
+        self.uncapturable = uncapturable
         self.tokens = graph.symbols if len(graph.symbols) == 1 else ()
         self.claims: dict[int, Claim | None] = {}
         self.facts: dict[str, SegmentFacts] = {}
@@ -161,13 +172,28 @@ class Judge:
             for x in step.inputs
         )
         key = self.keys[step.index]
-        proof = self.prover.prove(key, step.gm, given, self.tokens)
+        proof = self._with_uncapturable(step, self.prover.prove(key, step.gm, given, self.tokens))
         self.facts[key.digest] = proof.facts
         self.computes[step.index] = proof.facts.computes
         if step.padded:
             self._padded(step, proof)
         else:
             self._unpadded(step, proof)
+
+    def _with_uncapturable(self, step: SegmentStep, proof: SegmentProof) -> SegmentProof:
+        """What was proved of the segment, and what captures showed of it."""
+        known = self.uncapturable
+        found = [
+            Finding(node, called_name(node), known[step.origins[node.name]], waits=True)
+            for node in step.gm.graph.nodes
+            if step.origins.get(node.name) in known
+        ]
+        if not found:
+            return proof
+        told = {finding.node.name for finding in found}  # a proof is of one of several equal segments
+        others = [finding for finding in proof.findings if finding.node.name not in told]
+        facts = replace(proof.facts, host_sync=True)
+        return replace(proof, findings=(*found, *others), facts=facts)
 
     def _padded(self, step: SegmentStep, proof: SegmentProof) -> None:
         for index, slot in _written(step, proof):

@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import SplittingOpError
@@ -35,6 +36,7 @@ class Program:
     """One trace, ready to run.
 
     Attributes:
+        traced: the graph that was split.
         compiled: what runs each segment, by SegmentStep.index.
         token: the size symbol that counts tokens; None for a trace of fixed shapes.
         static_tokens: token count of a trace of fixed shapes, the only one that it serves; else None.
@@ -51,6 +53,7 @@ class Program:
         changed: the caller's objects that the forward changes in Python, after every call of the graph.
     """
 
+    traced: GraphModule
     split: SplitGraph
     compiled: Mapping[int, CompiledSegment]
     contract: ShapeContract

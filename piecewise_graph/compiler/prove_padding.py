@@ -10,12 +10,14 @@ exists (the caller's result has T + 1 rows, an argument or the result of an op o
 serves exact sizes only.
 
 What no graph can hold at any size (a value that the host reads back, a copy between host and device) is cut
-out where that is possible, whatever becomes of padding: it costs itself, not the model.
+out where that is possible, whatever becomes of padding: it costs itself, not the model. Most of it shows in
+the fake run of the proof. The rest shows when a capture fails (recorder/uncapturable.py), and the trace is
+cut anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -35,7 +37,13 @@ Unproved = Literal["cut", "exact", "tried"]
 
 
 def prove_padding(
-    gm: GraphModule, example_inputs: Sequence[Any], compiler: str, largest: int, *, unproved: Unproved
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    compiler: str,
+    largest: int,
+    *,
+    unproved: Unproved,
+    uncapturable: Mapping[str, str],
 ) -> ProvedGraph:
     """Split `gm` so that as much as possible of it may be padded.
 
@@ -46,6 +54,7 @@ def prove_padding(
         unproved: what becomes of a region without proof. "cut": it is cut out where that is possible.
             "exact": its trace is never padded. "tried": its segment is reported, for trials. Where one
             is given an object that may keep state, "cut": a trial would change it.
+        uncapturable: names of nodes that no graph can hold, as a capture showed, and why.
 
     Raises:
         Unsplittable: the graph has to stay whole.
@@ -54,7 +63,7 @@ def prove_padding(
     bounds = bounds_by_index(example_inputs)
 
     def judged(cut_out: Container[str] = ()) -> Judge:
-        return judge(split(gm, cut_out), prover, bounds)
+        return judge(split(gm, cut_out), prover, bounds, uncapturable)
 
     whole = judged()
     if unproved == "tried" and whole.may_change_objects():

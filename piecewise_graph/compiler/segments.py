@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
@@ -115,6 +115,8 @@ def compile_split(
     for digest, (key, job) in jobs.items():
         if digest not in compiled or not accept(compiled[digest].conditions, key, shape_env):
             compiled[digest] = job()
+        elif compiled[digest].facts != facts[digest]:  # a capture has shown more since
+            compiled[digest] = replace(compiled[digest], facts=facts[digest])
     found = {index: compiled[key.digest] for index, key in keys.items()}
     computing = sum(segment.facts.computes for segment in found.values())
     counters.add("segments", computing)

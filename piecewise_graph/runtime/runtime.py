@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from piecewise_graph.compiler.build_program import without_uncapturable
 from piecewise_graph.compiler.program import Program, in_layout, run_steps, write_back
 from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.graph_pool import capturing_elsewhere
@@ -24,9 +25,10 @@ from piecewise_graph.recorder.mode import FULL, PIECEWISE
 from piecewise_graph.recorder.padding_proofs import PADDING_REASONS
 from piecewise_graph.recorder.rehearse import live_rows, pads, run_padded
 from piecewise_graph.recorder.tape import own_outputs
+from piecewise_graph.recorder.uncapturable import uncapturable_nodes
 from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.runtime.bound_addresses import BoundAddresses
-from piecewise_graph.runtime.bucket_capture import capture_bucket
+from piecewise_graph.runtime.bucket_capture import capture_again, capture_bucket
 from piecewise_graph.runtime.budget import over_budget, plan_before_capture, planned_bytes
 from piecewise_graph.runtime.captured_context import check_tokens
 from piecewise_graph.runtime.dispatch import Action, Decision, Situation, bucket_of, decide
@@ -274,6 +276,12 @@ class Runtime:
             watch_ops=not self._piecewise.buckets,
             planned=planned_bytes(state, self, bucket) if decision.mode is PIECEWISE else None,
         )
+        may_be_an_op = outcome.failure is not None and not outcome.out_of_memory
+        if may_be_an_op and self._cut_out_uncapturable(args, bucket):
+            tapes = self._piecewise
+            outcome = capture_again(
+                self._workspace, tapes, args, num_tokens, bucket, context, outcome.outputs
+            )
         if outcome.reason is not None:
             self._count_fallback(outcome.reason, num_tokens)
         elif outcome.failure is not None:
@@ -289,6 +297,17 @@ class Runtime:
             self.addresses.remember(args)
             self._forget_ready()
         return outcome.outputs
+
+    def _cut_out_uncapturable(self, args: Sequence[Any], bucket: int) -> bool:
+        """After a capture that failed: have what cannot be captured run between graphs from now on."""
+        program, state = self.program, self.state
+        found = uncapturable_nodes(program, args, bucket)
+        cut = found and without_uncapturable(program, found, args, state.config, state.compiled)
+        if not cut:
+            return False
+        self.program = cut
+        self.drop_graphs()
+        return True
 
     def _forget_ready(self) -> None:
         """Another tape may serve a token count better than the one that is bound to it."""

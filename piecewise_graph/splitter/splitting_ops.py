@@ -115,6 +115,12 @@ def _op_name(target: Any) -> str | None:
         return None
 
 
+def called_name(node: Node) -> str:
+    """The qualified name of the op that `node` calls; of another function, or a method, its own name."""
+    overload = op_overload(node.target) if node.op == "call_function" else None
+    return overload._schema.name if overload else str(getattr(node.target, "__name__", node.target))
+
+
 def op_overload(target: Any) -> OpOverload | None:
     """The overload whose schema describes `target`, where there is exactly one to choose."""
     if isinstance(target, OpOverload):
