@@ -13,6 +13,7 @@ that get graphs of their own get them in the second. Each round has another orde
     error      what a call raised
     calls      calls of the last round, of sizes up to the limit
     replayed   of those, forwards that graphs served (of several traces, where the model has graph breaks)
+    failures   why captures failed, if any did
     fallbacks  forwards without graphs in the last round, by reason; those above the limit are left out
     unpadded   regions that replays of the last round ran between their graphs
 
@@ -94,6 +95,7 @@ def _calls(
         "wrong": sorted(wrong),
         "calls": len(inside),
         "replayed": moved.get("replays", 0),
+        "failures": sorted({why[:200] for trace in pg.explain(fast).traces for why in trace.failed.values()}),
         "fallbacks": reasons,
         "traces": after["traces"],
         "graphs": after["captures"],

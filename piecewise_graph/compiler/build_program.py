@@ -91,14 +91,17 @@ def without_uncapturable(
     config: PiecewiseConfig,
     compiled: dict[str, CompiledSegment],
 ) -> Program | None:
-    """The program with these nodes cut out of its segments; None where that is impossible.
+    """The program with these nodes cut out of its segments; None where that is impossible, or no news.
 
     Args:
         uncapturable: names of nodes of `program.traced` that no graph can hold, and why.
         args, config, compiled: see `build_program`; of `args` only what graphs read by address is used.
     """
+    known = {**program.uncapturable, **uncapturable}
+    if len(known) == len(program.uncapturable):
+        return None
     try:
-        proved = _proved(program.traced, args, config, uncapturable)
+        proved = _proved(program.traced, args, config, known)
     except Unsplittable:
         return None
     graph = proved.split
@@ -113,6 +116,7 @@ def without_uncapturable(
         blocked=blocked(graph, segments, writes, program.breaks),
         unproved=proved.unproved,
         unpaddable=proved.unpaddable,
+        uncapturable=known,
     )
     _report(cut)
     return None if cut.blocked else specialized(cut, args, config, compiled)

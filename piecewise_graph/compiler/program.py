@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -50,6 +50,7 @@ class Program:
         unpaddable: why it can be replayed at exact sizes only, or None.
         merge: which of its linears were merged.
         breaks: the forward goes on with what this trace returns, behind a graph break for instance.
+        uncapturable: names of nodes of `traced` that no graph can hold, as a capture showed, and why.
         changed: the caller's objects that the forward changes in Python, after every call of the graph.
     """
 
@@ -68,11 +69,18 @@ class Program:
     merge: Merge
     breaks: bool
     changed: tuple[str, ...]
+    uncapturable: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def distinct(self) -> tuple[CompiledSegment, ...]:
         """Its distinct structures that compute."""
         return tuple({s.key: s for s in self.compiled.values() if s.facts.computes}.values())
+
+    @property
+    def has_effects(self) -> bool:
+        """A call may change what outlives it: it writes an argument, or runs an op that is not torch's."""
+        foreign = any(not call.op.name.startswith("aten::") for call in self.split.op_calls)
+        return foreign or any(segment.facts.written for segment in self.compiled.values())
 
     def sizes_at(self, num_tokens: int) -> Sizes:
         return {} if self.token is None else {self.token: num_tokens}

@@ -35,13 +35,12 @@ from piecewise_graph.compiler.disk_cache import Folder
 from piecewise_graph.compiler.graph_timing import graph_microseconds
 from piecewise_graph.compiler.linear_choice import PREFERENCES, Times, choose, config_of, preferred
 from piecewise_graph.compiler.program import Program
-from piecewise_graph.compiler.segment_inputs import same_in_every_call, segment_inputs
 from piecewise_graph.compiler.segments import CompiledSegment, ExactCode
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig
-from piecewise_graph.sizes import same_layout
+from piecewise_graph.sizes import Sizes, TensorSpec, evaluate, overwrite, same_layout
 from piecewise_graph.splitter.merge_linears import drop_copies, linear_operands
-from piecewise_graph.splitter.split_graph import SegmentStep
+from piecewise_graph.splitter.split_graph import SegmentStep, Size
 from piecewise_graph.telemetry import counters
 
 RunSegment = Callable[..., Sequence[Tensor]]
@@ -59,7 +58,7 @@ def specialized(
     sizes = [size for size in config.specialize if _serves(program, size)]
     if not sizes or program.blocked or config.compiler != "inductor":
         return program
-    bound = same_in_every_call(program, args)
+    bound = _bound(program, args)
     with torch.cuda.device(program.device) if program.device.type == "cuda" else nullcontext():
         for step in program.split.segments:
             segment = compiled[program.compiled[step.index].key]
@@ -76,6 +75,14 @@ def _serves(program: Program, size: int) -> bool:
     return program.contract.size_violation(program.sizes_at(size)) is None
 
 
+def _bound(program: Program, args: Sequence[Any]) -> dict[int, Any]:
+    """Everything that is the same in every call, by slot: what segments read by address, and objects."""
+    constants = ((slot, given.constant) for slot, given in enumerate(program.split.inputs))
+    weights = dict(program.bound_arguments(program.with_merged(args)))
+    objects = {slot: args[slot] for slot in program.split.opaque}
+    return weights | objects | {slot: value for slot, value in constants if value is not None}
+
+
 def _make(
     program: Program,
     step: SegmentStep,
@@ -86,7 +93,7 @@ def _make(
 ) -> ExactCode:
     began = time.perf_counter()
     try:
-        given = partial(segment_inputs, program, step, segment, bound, size)
+        given = partial(_inputs, program, step, segment, bound, size)
         run, linears = _compile(step.gm, given(), cache_dir)
         if _agrees(segment, run, given(), given()):
             counters.add("specialized")
@@ -123,6 +130,38 @@ def _compile(
 
 def _run_on(run: RunSegment, kept: Sequence[int], *args: Any) -> Sequence[Tensor]:
     return run(*[args[index] for index in kept])
+
+
+def _inputs(
+    program: Program, step: SegmentStep, segment: CompiledSegment, bound: Mapping[int, Any], size: int
+) -> list[Any]:
+    """What the segment gets at `size`: real weights, the same random activations every time, sizes.
+
+    What it writes is a copy.
+    """
+    sizes = program.sizes_at(size)
+    found: list[Any] = []
+    generators: dict[torch.device, torch.Generator] = {}
+    for index, item in enumerate(step.inputs):
+        if isinstance(item, Size):
+            found.append(evaluate(item.expr, sizes))
+        elif item.slot in bound:
+            given = bound[item.slot]
+            found.append(given.clone() if index in segment.facts.written else given)
+        else:
+            spec = program.split.spec(item.slot)
+            generator = generators.setdefault(spec.device, torch.Generator(spec.device).manual_seed(0))
+            # An integer, or a float that the segment casts, may be an index: 0 is a legal one.
+            is_free = spec.dtype.is_floating_point and not segment.facts.floats_become_integers
+            found.append(_random(spec, sizes, generator) if is_free else spec.empty(sizes).zero_())
+    return found
+
+
+def _random(spec: TensorSpec, sizes: Sizes, generator: torch.Generator) -> Tensor:
+    made = spec.empty(sizes)
+    noise = torch.randn(made.shape, generator=generator, device=spec.device)
+    overwrite(made, noise.to(spec.dtype))
+    return made
 
 
 def _agrees(segment: CompiledSegment, run: RunSegment, given: Sequence[Any], same: Sequence[Any]) -> bool:

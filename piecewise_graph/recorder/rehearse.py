@@ -17,7 +17,7 @@ forward begins anew at its exact size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from piecewise_graph import _torch
-from piecewise_graph.compiler.program import run_steps
+from piecewise_graph.compiler.program import Program, run_steps
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import SplittingOpError
 from piecewise_graph.recorder.padding import UNPROVEN, Trial, padding_reason, probe_size
@@ -33,7 +33,7 @@ from piecewise_graph.recorder.padding_proofs import trial_key
 from piecewise_graph.recorder.static_buffers import narrow
 from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.sizes import evaluate, overwrite
-from piecewise_graph.splitter.split_graph import OpCall, Ref, SegmentStep, Size
+from piecewise_graph.splitter.split_graph import Opaque, OpCall, Ref, SegmentStep, Size
 from piecewise_graph.splitter.splitting_ops import bind_arguments, written_arguments
 
 # A larger argument (a whole KV cache) is not cloned to see whether an op wrote it.
@@ -49,10 +49,12 @@ class Rehearsal:
     Attributes:
         outputs: at the call's size, owned by the caller.
         at_bucket: the same at the bucket's size; None where no forward of that size ran.
+        samples: what one segment of each structure was given, by the structure's key; copies, weights apart.
     """
 
     outputs: list[Any]
     at_bucket: Sequence[Any] | None
+    samples: Mapping[str, Sequence[Any]]
 
 
 class _CannotPad(Exception):
@@ -71,11 +73,34 @@ def rehearse(
     Raises:
         SplittingOpError: an op broke its schema's or its fake's promise.
     """
-    at_bucket = run_padded(workspace, args, num_tokens, bucket) if padded else None
+    samples = _Samples(workspace.program)
+    at_bucket = run_padded(workspace, args, num_tokens, bucket, samples) if padded else None
     if at_bucket is not None:
-        return Rehearsal(live_rows(workspace, at_bucket, args, num_tokens), at_bucket)
-    outputs = _run_exact(workspace, args, num_tokens, bucket, watch_ops)
-    return Rehearsal(outputs, outputs if num_tokens == bucket else None)
+        return Rehearsal(live_rows(workspace, at_bucket, args, num_tokens), at_bucket, samples.taken)
+    outputs = _run_exact(workspace, args, num_tokens, bucket, watch_ops, samples)
+    return Rehearsal(outputs, outputs if num_tokens == bucket else None, samples.taken)
+
+
+class _Samples:
+    """Copies of what one segment of each structure is given, beside the weights."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.taken: dict[str, Sequence[Any]] = {}
+
+    def take(self, step: SegmentStep, segment: CompiledSegment, given: Sequence[Any]) -> None:
+        if segment.facts.computes and segment.key not in self.taken:
+            self.taken[segment.key] = [
+                value.clone()
+                if isinstance(value, Tensor) and self._may_change(item, place, segment)
+                else value
+                for place, (item, value) in enumerate(zip(step.inputs, given, strict=True))
+            ]
+
+    def _may_change(self, item: Ref | Size | Opaque, place: int, segment: CompiledSegment) -> bool:
+        inputs = self._program.split.inputs
+        is_weight = isinstance(item, Ref) and item.slot < len(inputs) and inputs[item.slot].bound
+        return not is_weight or place in segment.facts.written
 
 
 def pads(workspace: Workspace, num_tokens: int, bucket: int) -> bool:
@@ -86,9 +111,12 @@ def pads(workspace: Workspace, num_tokens: int, bucket: int) -> bool:
 
 
 def run_padded(
-    workspace: Workspace, args: Sequence[Any], num_tokens: int, bucket: int
+    workspace: Workspace, args: Sequence[Any], num_tokens: int, bucket: int, samples: _Samples | None = None
 ) -> Sequence[Any] | None:
     """Run one forward uncaptured at the bucket's size (Note [The padded forward]).
+
+    Args:
+        samples: takes some of what segments are given.
 
     Returns:
         the padded outputs in the order of the graph's; None where the forward has to begin anew at its exact
@@ -100,6 +128,8 @@ def run_padded(
 
     def run_segment(step: SegmentStep, segment: CompiledSegment, values: list[Any]) -> Sequence[Tensor]:
         prove(step, segment, values)
+        if samples is not None:
+            samples.take(step, segment, values)
         if num_tokens == bucket or proofs.is_harmless(program, step, bucket):
             return segment.at(bucket)(*values)
         if step.padded and (segment.facts.entangled_outputs or not segment.facts.computes):
@@ -136,7 +166,12 @@ def live_rows(workspace: Workspace, padded: Sequence[Any], args: Sequence[Any], 
 
 
 def _run_exact(
-    workspace: Workspace, args: Sequence[Any], num_tokens: int, bucket: int, watch_ops: bool
+    workspace: Workspace,
+    args: Sequence[Any],
+    num_tokens: int,
+    bucket: int,
+    watch_ops: bool,
+    samples: _Samples,
 ) -> list[Any]:
     program, proofs = workspace.program, workspace.proofs
     prove = _prover(workspace, num_tokens, bucket)
@@ -144,6 +179,7 @@ def _run_exact(
 
     def run_segment(step: SegmentStep, segment: CompiledSegment, inputs: list[Any]) -> Sequence[Tensor]:
         tried = prove(step, segment, inputs)
+        samples.take(step, segment, inputs)
         cold = num_tokens < bucket and segment.facts.computes and segment.key not in warmed
         if cold and not tried and proofs.reason(program, step, bucket) is None:
             Trial(program, step, segment, num_tokens, bucket).warm_up(inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,29 +13,26 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler.program import Program
-from piecewise_graph.compiler.segment_inputs import same_in_every_call, segment_inputs
 from piecewise_graph.errors import CaptureError
 from piecewise_graph.graph_pool import GraphPool, clean_cublas
 
 
-def uncapturable_nodes(program: Program, args: Sequence[Any], bucket: int) -> Mapping[str, str]:
+def uncapturable_nodes(program: Program, samples: Mapping[str, Sequence[Any]]) -> Mapping[str, str]:
     """Names of the trace's nodes that cannot be captured alone, and why.
 
-    Each distinct segment that was to be captured runs op by op, on its weights and made-up activations.
+    Each distinct segment runs once more, op by op; those that are given objects with a state do not.
 
     Args:
-        args: of a call; only objects and what graphs read by address are used.
-        bucket: tokens of the capture that failed.
+        samples: what one segment of each structure was given, by the structure's key; may be written.
     """
-    bound = same_in_every_call(program, args)
     failing: dict[str, Mapping[int, str]] = {}
     found: dict[str, str] = {}
     for step in program.split.segments:
         segment = program.compiled[step.index]
-        if segment.facts.host_sync or not segment.facts.computes:
+        given = samples.get(segment.key)
+        if given is None or segment.facts.host_sync or any(map(_torch.may_keep_state, given)):
             continue
         if segment.key not in failing:
-            given = segment_inputs(program, step, segment, bound, bucket)
             failing[segment.key] = _OneByOne(step.gm, program.device).failing(given)
         nodes = list(step.gm.graph.nodes)  # segments of one structure have the same nodes in the same order
         found.update((step.origins[nodes[place].name], why) for place, why in failing[segment.key].items())
@@ -54,7 +52,8 @@ class _OneByOne(Interpreter):
     def failing(self, given: Sequence[Any]) -> Mapping[int, str]:
         """Places of the nodes whose capture fails, and why; up to a node that does not run at all."""
         try:
-            with self._pool.session(), clean_cublas(self._device):
+            with self._pool.session(), clean_cublas(self._device), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch remarks that the graph of a view is empty
                 self.run(*given)
         except Exception as error:
             if _torch.is_dynamo_control_flow(error):
@@ -62,17 +61,16 @@ class _OneByOne(Interpreter):
         return self._failing
 
     def run_node(self, n: Node) -> Any:
-        leaves, _ = _torch.flatten(self.fetch_args_kwargs_from_env(n))
-        if not n.op.startswith("call_") or not any(isinstance(leaf, Tensor) for leaf in leaves):
-            return super().run_node(n)  # it launches nothing, or fills new memory
         run = partial(super().run_node, n)
         result = run()  # before its capture, so that its kernels are loaded
-        try:
-            self._pool.capture(lambda: (run(), ())[1], ())
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            self._failing[self._places[n]] = CaptureError.op_failed(error)
+        leaves, _ = _torch.flatten((self.fetch_args_kwargs_from_env(n), result))
+        if n.op.startswith("call_") and any(isinstance(leaf, Tensor) for leaf in leaves):
+            try:
+                self._pool.capture(lambda: (run(), ())[1], ())
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self._failing[self._places[n]] = CaptureError.op_failed(error)
         return result
 
     def drop_graphs(self) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from piecewise_graph.compiler.segment_inputs import run_segments_alone
 from piecewise_graph.context import ForwardContext
 from piecewise_graph.errors import CaptureError
 from piecewise_graph.recorder.bucket_record import BucketRecord
 from piecewise_graph.recorder.padding import UNPROVEN
-from piecewise_graph.recorder.rehearse import Rehearsal, rehearse
+from piecewise_graph.recorder.rehearse import rehearse
+from piecewise_graph.recorder.uncapturable import uncapturable_nodes
 from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.runtime.captured_context import CapturedContext
 from piecewise_graph.runtime.replay import CapturedBucket
@@ -33,14 +33,14 @@ class Outcome:
         captured: the bucket.
         reason: why the bucket is not captured for this size: it would have to be padded.
         failure: what went wrong; it costs this bucket, not the call.
-        out_of_memory: that is what went wrong.
+        uncapturable: names of the trace's nodes that made it fail, as far as they are known, and why.
     """
 
     outputs: list[Any]
     captured: CapturedBucket | None = None
     reason: str | None = None
     failure: str | None = None
-    out_of_memory: bool = False
+    uncapturable: Mapping[str, str] = field(default_factory=dict)
 
 
 def capture_bucket(
@@ -62,55 +62,21 @@ def capture_bucket(
         padded, watch_ops: see `rehearse`.
         planned: bytes that pg.plan expects; None where it says nothing.
     """
-    began = time.perf_counter()
+    before, began = workspace.pool.bytes(), time.perf_counter()
     with workspace.pool.session():
         rehearsal = rehearse(workspace, args, num_tokens, bucket, padded=padded, watch_ops=watch_ops)
-        return _recorded(workspace, tapes, args, num_tokens, bucket, context, rehearsal, planned, began)
-
-
-def capture_again(
-    workspace: Workspace,
-    tapes: TapeSet,
-    args: Sequence[Any],
-    num_tokens: int,
-    bucket: int,
-    context: ForwardContext,
-    outputs: list[Any],
-) -> Outcome:
-    """Record `bucket` piecewise after its capture has failed, for a call that has its answer, `outputs`.
-
-    Args:
-        workspace: of a program that was cut anew since.
-    """
-    began, rehearsal = time.perf_counter(), Rehearsal(outputs, None)
-    with workspace.pool.session():
-        run_segments_alone(workspace.program, args, bucket)  # new code loads its kernels
-        return _recorded(workspace, tapes, args, num_tokens, bucket, context, rehearsal, None, began)
-
-
-def _recorded(
-    workspace: Workspace,
-    tapes: TapeSet,
-    args: Sequence[Any],
-    num_tokens: int,
-    bucket: int,
-    context: ForwardContext,
-    rehearsal: Rehearsal,
-    planned: int | None,
-    began: float,
-) -> Outcome:
-    before = workspace.pool.bytes()
-    reason = _exact_only(workspace, tapes, bucket)
-    if reason is not None and bucket != num_tokens:
-        return Outcome(rehearsal.outputs, reason=reason)
-    try:
-        held = CapturedContext.of(context) if tapes.mode.one_graph else None
-        tape = tapes.mode.record(workspace, args, bucket, rehearsal.at_bucket)
-    except torch.OutOfMemoryError as error:
-        failure = CaptureError.out_of_memory(bucket, str(error), planned)
-        return Outcome(rehearsal.outputs, failure=failure, out_of_memory=True)
-    except Exception as error:  # whatever it was: the call itself has its answer
-        return Outcome(rehearsal.outputs, failure=CaptureError.failed(error))
+        reason = _exact_only(workspace, tapes, bucket)
+        if reason is not None and bucket != num_tokens:
+            return Outcome(rehearsal.outputs, reason=reason)
+        try:
+            held = CapturedContext.of(context) if tapes.mode.one_graph else None
+            tape = tapes.mode.record(workspace, args, bucket, rehearsal.at_bucket)
+        except torch.OutOfMemoryError as error:
+            failure = CaptureError.out_of_memory(bucket, str(error), planned)
+            return Outcome(rehearsal.outputs, failure=failure)
+        except Exception as error:  # whatever it was: the call itself has its answer
+            found = uncapturable_nodes(workspace.program, rehearsal.samples)
+            return Outcome(rehearsal.outputs, failure=CaptureError.failed(error), uncapturable=found)
     held_now = workspace.pool.bytes()
     record = BucketRecord(
         bucket,

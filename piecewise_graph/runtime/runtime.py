@@ -25,10 +25,9 @@ from piecewise_graph.recorder.mode import FULL, PIECEWISE
 from piecewise_graph.recorder.padding_proofs import PADDING_REASONS
 from piecewise_graph.recorder.rehearse import live_rows, pads, run_padded
 from piecewise_graph.recorder.tape import own_outputs
-from piecewise_graph.recorder.uncapturable import uncapturable_nodes
 from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.runtime.bound_addresses import BoundAddresses
-from piecewise_graph.runtime.bucket_capture import capture_again, capture_bucket
+from piecewise_graph.runtime.bucket_capture import capture_bucket
 from piecewise_graph.runtime.budget import over_budget, plan_before_capture, planned_bytes
 from piecewise_graph.runtime.captured_context import check_tokens
 from piecewise_graph.runtime.dispatch import Action, Decision, Situation, bucket_of, decide
@@ -276,12 +275,11 @@ class Runtime:
             watch_ops=not self._piecewise.buckets,
             planned=planned_bytes(state, self, bucket) if decision.mode is PIECEWISE else None,
         )
-        may_be_an_op = outcome.failure is not None and not outcome.out_of_memory
-        if may_be_an_op and self._cut_out_uncapturable(args, bucket):
-            tapes = self._piecewise
-            outcome = capture_again(
-                self._workspace, tapes, args, num_tokens, bucket, context, outcome.outputs
-            )
+        if outcome.uncapturable and self._cut_out(outcome.uncapturable, args):
+            if self.program.has_effects:
+                return outcome.outputs  # which a second forward would have twice; the next call captures
+            sizes = self.program.contract.read_sizes(args)
+            return self._decide_and_run(args, sizes, num_tokens, context)
         if outcome.reason is not None:
             self._count_fallback(outcome.reason, num_tokens)
         elif outcome.failure is not None:
@@ -298,12 +296,11 @@ class Runtime:
             self._forget_ready()
         return outcome.outputs
 
-    def _cut_out_uncapturable(self, args: Sequence[Any], bucket: int) -> bool:
-        """After a capture that failed: have what cannot be captured run between graphs from now on."""
-        program, state = self.program, self.state
-        found = uncapturable_nodes(program, args, bucket)
-        cut = found and without_uncapturable(program, found, args, state.config, state.compiled)
-        if not cut:
+    def _cut_out(self, uncapturable: Mapping[str, str], args: Sequence[Any]) -> bool:
+        """Have these nodes run between graphs from now on; False where that is impossible, or no news."""
+        state = self.state
+        cut = without_uncapturable(self.program, uncapturable, args, state.config, state.compiled)
+        if cut is None:
             return False
         self.program = cut
         self.drop_graphs()
