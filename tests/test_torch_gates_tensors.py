@@ -161,6 +161,8 @@ def test_traced_functions_do_not_ask_subclasses() -> None:
     assert type(named * 2) is Named
     with _torch.traced_functions():
         assert type(named * 2) is Tensor
+        with _torch.functions_while_tracing():
+            assert type(named * 2) is Named
 
 
 # --- what runs ----------------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ from piecewise_graph._torch.symbols import (
 )
 from piecewise_graph._torch.tensors import (
     flatten as flatten,
+    functions_while_tracing as functions_while_tracing,
     is_plain_tensor as is_plain_tensor,
     is_wrapped as is_wrapped,
     storage_holders as storage_holders,

@@ -29,6 +29,12 @@ def traced_functions() -> AbstractContextManager[None]:
     return surroundings
 
 
+def functions_while_tracing() -> AbstractContextManager[None]:
+    """Surround work on a graph in the middle of a call (`traced_functions`): proxies are such subclasses."""
+    surroundings: AbstractContextManager[None] = torch._C._EnableTorchFunction()
+    return surroundings
+
+
 def is_wrapped(tensor: Tensor) -> bool:
     """Inside of a transform of functions (vmap): it has no storage, and cannot leave the transform."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

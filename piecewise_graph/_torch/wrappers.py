@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from piecewise_graph._torch.graphs import real_object
+from piecewise_graph._torch.tensors import functions_while_tracing
 
 
 def is_wrapper(value: Any) -> bool:
@@ -111,10 +112,8 @@ def functions_of_wrappers(gm: GraphModule) -> AbstractContextManager[None]:
     Around it they may be switched off (`traced_functions`). Dynamo leaves those of wrappers to who runs the
     graph; a compiler has traced them.
     """
-    if not any(node.target is put_together for node in gm.graph.nodes):
-        return nullcontext()
-    surroundings: AbstractContextManager[None] = torch._C._EnableTorchFunction()
-    return surroundings
+    has_wrappers = any(node.target is put_together for node in gm.graph.nodes)
+    return functions_while_tracing() if has_wrappers else nullcontext()
 
 
 def uncompiled(gm: GraphModule) -> Callable[..., Any]:

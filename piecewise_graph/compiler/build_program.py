@@ -100,6 +100,17 @@ def without_uncapturable(
     known = {**program.uncapturable, **uncapturable}
     if len(known) == len(program.uncapturable):
         return None
+    with _torch.functions_while_tracing():
+        return _without(program, known, args, config, compiled)
+
+
+def _without(
+    program: Program,
+    known: Mapping[str, str],
+    args: Sequence[Any],
+    config: PiecewiseConfig,
+    compiled: dict[str, CompiledSegment],
+) -> Program | None:
     try:
         proved = _proved(program.traced, args, config, known)
     except Unsplittable:

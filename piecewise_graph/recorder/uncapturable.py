@@ -44,6 +44,7 @@ class _OneByOne(Interpreter):
 
     def __init__(self, gm: GraphModule, device: torch.device) -> None:
         super().__init__(gm)
+        self._gm = gm
         self._device, self._pool = device, GraphPool()
         self._pool.join(device, self)
         self._places = {node: place for place, node in enumerate(gm.graph.nodes)}
@@ -52,7 +53,12 @@ class _OneByOne(Interpreter):
     def failing(self, given: Sequence[Any]) -> Mapping[int, str]:
         """Places of the nodes whose capture fails, and why; up to a node that does not run at all."""
         try:
-            with self._pool.session(), clean_cublas(self._device), warnings.catch_warnings():
+            with (
+                self._pool.session(),
+                clean_cublas(self._device),
+                _torch.functions_of_wrappers(self._gm),
+                warnings.catch_warnings(),
+            ):
                 warnings.simplefilter("ignore")  # torch remarks that the graph of a view is empty
                 self.run(*given)
         except Exception as error:
