@@ -146,3 +146,31 @@ def test_write_in_place_that_mixes_tokens_is_seen(write: Any, compiler: str, dev
         return h + ops.mix(o)
 
     check(model, device, compiler=compiler)
+
+
+# --- results that are what they were computed from ------------------------------------------------------
+
+
+class Residual(nn.Module):
+    """Torch traces `dropout` in eval mode as a copy, and runs it as its argument, which outlives its slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = ops.mix(self.layers[0](x))
+        kept, h = self.dropout(h), self.layers[1](h)
+        later, h = self.dropout(h), self.layers[2](ops.mix(h))
+        return self.layers[3](ops.mix(h)) + kept + later
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_memory_is_kept_for_results_that_lie_in_it_unannounced(compiler: str, device: torch.device) -> None:
+    model = Residual().to(device).eval()
+    fast = compiled(model, compiler=compiler, pool=pg.GraphPool(poison=True))
+    with pg.counters.expect(tapes=2, fallbacks=0):
+        for count in (4, 8, 3, 8, 5, 4):
+            x = rows(count, device)
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)

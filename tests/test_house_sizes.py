@@ -72,12 +72,12 @@ def rooms_below() -> dict[str, set[str]]:
 # "beside" are the core's files beside its packages.
 BUDGETS = {
     "beside": 1144,
-    "_torch": 602,
+    "_torch": 605,
     "kernels": 441,
     "splitter": 920,
     "analysis": 1592,
-    "compiler": 1368,
-    "recorder": 1079,
+    "compiler": 1377,
+    "recorder": 1092,
     "runtime": 920,
     "inspection": 955,
     "frontend": 962,

@@ -271,6 +271,7 @@ def grouped(x: Tensor, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("kind", ["copy", "groups"])
 def test_waits_inside_of_torchs_own_ops_are_known(kind: str, device: torch.device) -> None:
     """A copy to the host, and groups of float32, whose ends transformers reads back."""
+    importlib.import_module("transformers.integrations.moe")  # it defines the op
     linear = nn.Linear(16, 16).to(device)
     weight = torch.randn(2, 16, 16, device=device)
     ends = torch.tensor([1, 9], device=device, dtype=torch.int32)

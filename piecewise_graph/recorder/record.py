@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,11 +40,25 @@ def record_segments(
         return _Recording(workspace, args, bucket, ops_run).run()
 
 
-class _Recording:
-    """One pass over the steps. `values` holds what graphs address; `owned` what must not be freed yet.
+@dataclass(frozen=True)
+class _Memory:
+    """What a tensor owns, or with `bridge` has borrowed."""
 
-    A segment's outputs are owned only until their last reader is captured; from then on the pool may
-    hand their memory to a later segment, as it will be at every replay.
+    tensor: Tensor
+    bridge: bool
+
+    def holds(self, tensor: Tensor) -> bool:
+        storage = self.tensor.untyped_storage()
+        return storage.data_ptr() <= tensor.data_ptr() < storage.data_ptr() + storage.nbytes()
+
+
+class _Recording:
+    """One pass over the steps. `values` holds what graphs address, `held` what must not be freed yet.
+
+    A segment's outputs are held only until their last reader is captured; from then on the pool may hand
+    their memory to a later segment, as it will be at every replay. An output that lies in the memory of one
+    that died inherits it. The trace does not always say so: torch traces `dropout` in eval mode as a copy,
+    and runs it as its argument.
     """
 
     def __init__(self, workspace: Workspace, args: Sequence[Any], bucket: int, ops_run: bool) -> None:
@@ -54,8 +68,7 @@ class _Recording:
         self.exact_only = self.proofs.exact_only(self.program, bucket, one_graph=False)
         self.values = workspace.input_values(args, bucket)
         self.keep = [value for value in self.values.values() if isinstance(value, Tensor)]
-        self.owned: dict[int, Tensor] = {}
-        self.borrowed: dict[int, Tensor] = {}
+        self.held: dict[int, list[_Memory]] = {}
         self.entries: list[Call | LateCall] = []
         self.steps: list[int] = []
         self.unpadded: Counter[str] = Counter()
@@ -106,7 +119,7 @@ class _Recording:
             self.graphs += 1
             self.entries.append(replay)
             for slot, output in zip(step.outputs, outputs, strict=True):
-                self.owned[slot] = output
+                self.held[slot] = [_Memory(output, bridge=False)]
                 self.values[slot] = _torch.weak_alias(output) if output.is_cuda else output
 
     def _reason_apart(self, step: SegmentStep, segment: CompiledSegment) -> str | None:
@@ -147,21 +160,21 @@ class _Recording:
         for _, slot in read:
             spec = self.program.split.spec(slot)
             layout = spec.shape_at(self.sizes), spec.stride_at(self.sizes), spec.storage_numel(self.sizes)
-            self.values[slot] = self.borrowed[slot] = self.workspace.bridges.take(spec, *layout)
+            self.values[slot] = self.workspace.bridges.take(spec, *layout)
+            self.held[slot] = [_Memory(self.values[slot], bridge=True)]
         self.entries.append(replace(late, outputs=read))
 
     def _let_go(self, index: int) -> None:
-        for slot in self.program.dying_at(index):
-            dead = self.owned.pop(slot, None)
-            if dead is not None and self.pool.poison and not self._is_shared(dead):
-                self.entries.append(_poisoner(dead))
-            if slot in self.borrowed:
-                self.workspace.bridges.give_back(self.borrowed.pop(slot))
-
-    def _is_shared(self, dead: Tensor) -> bool:
-        """Something that is still read lies in the same storage."""
-        kept = [*self.owned.values(), *self.borrowed.values(), *self.keep]
-        return any(_torch.storage_id(dead) == _torch.storage_id(other) for other in kept)
+        """Free what nothing reads after step `index`."""
+        dying = self.program.dying_at(index)
+        for memory in [memory for slot in dying for memory in self.held.pop(slot, ())]:
+            heir = next((slot for slot in self.held if memory.holds(self.values[slot])), None)
+            if heir is not None:
+                self.held[heir].append(memory)
+            elif memory.bridge:
+                self.workspace.bridges.give_back(memory.tensor)
+            elif self.pool.poison and not any(memory.holds(other) for other in self.keep):
+                self.entries.append(_poisoner(memory.tensor))
 
 
 def _poisoner(tensor: Tensor) -> Callable[[], Any]:
