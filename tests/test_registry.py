@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.bench_registry import is_served, model_row, summary
 
-# A window that ends the range of a trace, experts, a mask that is cut out, a residual that dropout returns as it
-# is, an encoder, a scan over chunks.
+# A window that ends the range of a trace, experts, a mask that is cut out, a residual that dropout returns,
+# an encoder, a scan over chunks.
 SAMPLE = ["gemma3", "mixtral", "bloom", "gptj", "bert-masked", "xlnet"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -118,31 +119,38 @@ def test_graphs_of_returning_sizes_leave_it_out_as_well(device: torch.device) ->
             same(fast(x), doubled(x))
 
 
+@dataclass
+class Captures:
+    """Whether something is captured now, by stand-ins too; and whether ops that refuse that were mended."""
+
+    running: bool = False
+    allowed: bool = False
+
+
 @pytest.fixture
-def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Holds True while something is captured, by stand-ins too."""
-    state, capture = [False], GraphPool.capture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    state, capture = Captures(), GraphPool.capture
 
     def told(*args: Any, **options: Any) -> Any:
-        state[0] = True
+        state.running = True
         try:
             return capture(*args, **options)
         finally:
-            state[0] = False
+            state.running = False
 
     monkeypatch.setattr(GraphPool, "capture", told)
     return state
 
 
 @pytest.fixture
-def refusing(capturing: list[bool], device: torch.device) -> Iterator[Any]:
+def refusing(captures: Captures, device: torch.device) -> Iterator[Any]:
     """Ops that no graph can hold, of which nothing tells before their capture."""
     library = torch.library.Library("pg_test_refuses", "DEF")
     library.define("doubled(Tensor x) -> Tensor")
     library.define("one() -> Tensor")
 
     def refuse() -> None:
-        if capturing[0]:
+        if captures.running and not captures.allowed:
             raise RuntimeError("not permitted when stream is capturing")
 
     def doubled(x: Tensor) -> Tensor:
@@ -225,6 +233,17 @@ def test_a_call_without_effects_captures_what_is_left_at_once(refusing: Any, dev
         for _ in range(3):
             x = rows(4, device)
             same(fast(x), model(x))
+
+
+def test_a_reset_tries_it_again(refusing: Any, captures: Captures, device: torch.device) -> None:
+    linear = nn.Linear(WIDTH, WIDTH).to(device)
+    fast = compiled(lambda x: linear(refusing.doubled(linear(x))), token_dim={"x": 0}, padding="tried")
+    x = rows(4, device)
+    for graphs in (2, 1):
+        pg.reset()
+        with pg.counters.expect(tapes=1, captures=graphs, replays=1):
+            fast(x), fast(x)
+        captures.allowed = True
 
 
 def test_a_capture_that_fails_for_another_reason_costs_its_bucket(

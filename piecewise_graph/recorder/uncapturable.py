@@ -60,6 +60,7 @@ class _OneByOne(Interpreter):
                 warnings.catch_warnings(),
             ):
                 warnings.simplefilter("ignore")  # torch remarks that the graph of a view is empty
+                self._pool.capture(lambda: (), ())  # where not even nothing is captured, it is no op's fault
                 self.run(*given)
         except Exception as error:
             if _torch.is_dynamo_control_flow(error):

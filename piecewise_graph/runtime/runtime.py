@@ -64,6 +64,7 @@ class Runtime:
         objects: Mapping[int, Any],
     ) -> None:
         self.program, self.state, self.objects = program, state, objects
+        self._whole = program  # with nothing cut out of it by captures that failed
         self.pool = state.pool_for(program.device)
         self.static_tokens = static_tokens
         self.fallbacks: Counter[str] = Counter()
@@ -158,7 +159,11 @@ class Runtime:
         return ready
 
     def drop_graphs(self) -> None:
-        """Forget tapes and the buffers that they read; the next calls capture again."""
+        """Forget tapes, their buffers, and what could not be captured; the next calls capture again."""
+        self._begin_again(self._whole)
+
+    def _begin_again(self, program: Program) -> None:
+        self.program = program
         self._piecewise, self._full, self._workspace = self._nothing_captured()
         self.addresses.forget()
         self.generation += 1
@@ -302,8 +307,7 @@ class Runtime:
         cut = without_uncapturable(self.program, uncapturable, args, state.config, state.compiled)
         if cut is None:
             return False
-        self.program = cut
-        self.drop_graphs()
+        self._begin_again(cut)
         return True
 
     def _forget_ready(self) -> None:
