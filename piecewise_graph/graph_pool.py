@@ -72,6 +72,11 @@ class GraphPool:
         """The device that the pool serves; None before its first capture."""
         return self._device
 
+    @property
+    def runs_captures(self) -> bool:
+        """What is captured here runs, as on a CPU; on a GPU a capture runs nothing."""
+        return self._memory is None
+
     def bytes(self) -> int:
         """Device bytes held by captured graphs; on a CPU what the outputs of their stand-ins take."""
         if self._memory is None:

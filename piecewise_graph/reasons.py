@@ -43,7 +43,7 @@ REMEDIES = {
     "slice of columns contiguous",
     "splitting_op_inside_higher_order_op": "call the op outside of checkpoint, cond, map and the like",
     "tensor_subclass": "pass the tensors that it is made of, and use such a weight where it is read",
-    "writes_an_input": "return the new value, or write a buffer of the module in a splitting op",
+    "writes_an_input": "write a buffer of the module, or call torch._dynamo.mark_static_address(tensor)",
     # a segment runs at the exact number of tokens
     "derived_size": _ROWS,
     "mixes_tokens": _ROWS,
@@ -51,6 +51,7 @@ REMEDIES = {
     "overlapping_memory": "make it contiguous: the argument, or the result of a splitting op",
     "padding_unproven": "capture with pg.capture on inputs that differ from token to token",
     "proof_failed": "let the segment run at sizes below the bucket too, or use sizes that are capture sizes",
+    "writes_static_input": "none needed: sizes that return, and capture sizes, have graphs",
     "size_is_a_number": "pass the number as a tensor, or use sizes that are capture sizes",
     # cache_dir
     "checksum": _REPLACED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -115,6 +116,18 @@ def overwrite(destination: Tensor, source: Tensor) -> None:
     """`destination.copy_(source)`, where `destination` may be expanded (a dimension of stride 0)."""
     destination, source = each_once(destination, source)
     destination.copy_(source)
+
+
+@contextmanager
+def kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """The tensors are at the end of the block what they are at its beginning."""
+    copies = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.inference_mode(), torch.no_grad():  # only there may what was made there be written
+            for tensor, copy in zip(tensors, copies, strict=True):
+                overwrite(tensor, copy)
 
 
 def each_once(destination: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:

@@ -164,7 +164,8 @@ CASES = {
     "random_numbers": Case(a(lambda x: ops.mix(x) + nn.functional.dropout(x, 0.5) * 0)),
     "splitting_op_inside_higher_order_op": Case(a(hidden_op)),
     "tensor_subclass": Case(lambda d: Blocks().to(d), calls=two_tensor),
-    "writes_an_input": Case(lambda d: Counting().to(d)),
+    "writes_an_input": Case(a(lambda x: ops.mix(x.mul_(1)) + 1)),
+    "writes_static_input": Case(lambda d: Cache().to(d), counts=(3, 3, 4, 4), hits=1),
 }
 # Reached by tests of their own below, or where their mechanism is tested.
 ELSEWHERE = {

@@ -71,16 +71,16 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1144,
-    "_torch": 605,
+    "beside": 1158,
+    "_torch": 615,
     "kernels": 441,
-    "splitter": 920,
+    "splitter": 930,
     "analysis": 1592,
-    "compiler": 1377,
-    "recorder": 1093,
-    "runtime": 923,
+    "compiler": 1390,
+    "recorder": 1100,
+    "runtime": 940,
     "inspection": 955,
-    "frontend": 962,
+    "frontend": 983,
     "custom_ops": 3216,
     "eagle": 2976,
     "bench": 646,

@@ -152,6 +152,26 @@ def test_plain_tensors_and_parameters_are_told_from_subclasses() -> None:
     assert not _torch.is_plain_tensor(TwoTensor(torch.ones(2), torch.ones(2)))
 
 
+def test_views_of_the_same_elements_are_known() -> None:
+    base = torch.arange(6).view(2, 3)
+    assert _torch.is_same_view(base, base.view(2, 3)) and _torch.is_same_view(base, base.mul_(1))
+    others = base.clone(), base.view(3, 2), base[1:], base.t(), base.view(torch.float64)
+    assert not any(_torch.is_same_view(base, other) for other in others)
+
+
+def test_marked_tensors_are_told_by_their_placeholder() -> None:
+    told: dict[str, bool] = {}
+
+    def backend(gm: GraphModule, _: Any) -> Any:
+        told.update({n.name: _torch.is_marked_static(n) for n in gm.graph.nodes if n.op == "placeholder"})
+        return gm.forward
+
+    cache = torch.zeros(3)
+    torch._dynamo.mark_static_address(cache)
+    torch.compile(lambda x, cache: x + cache, backend=backend)(torch.ones(3), cache)
+    assert told == {"l_x_": False, "l_cache_": True}
+
+
 class Named(Tensor):
     """Torch's functions give it back as what it is."""
 

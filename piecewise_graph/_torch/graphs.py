@@ -79,6 +79,11 @@ def placeholder_source(node: Node) -> tuple[str, bool]:
     return name, "NN_MODULE" in where.name or where.name.startswith("GLOBAL")
 
 
+def is_marked_static(node: Node) -> bool:
+    """The argument is one whose address its owner keeps (`torch._dynamo.mark_static_address`)."""
+    return "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+
+
 def module_source(node: Node) -> str:
     """Source of the innermost module that called what `node` calls, such as `L['self'].layers.0`; or ""."""
     stack = node.meta.get("nn_module_stack") or {"": ("", None)}

@@ -40,6 +40,15 @@ def is_wrapped(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def is_same_view(one: Tensor, other: Tensor) -> bool:
+    """Both are the same elements of one storage, in the same order; for fake tensors of constant sizes."""
+    if storage_id(one) != storage_id(other) or one.dtype != other.dtype or one.ndim != other.ndim:
+        return False
+    layouts = [(*tensor.shape, *tensor.stride(), tensor.storage_offset()) for tensor in (one, other)]
+    constant = all(isinstance(size, int) for layout in layouts for size in layout)
+    return constant and layouts[0] == layouts[1]
+
+
 def storage_id(tensor: Tensor) -> int:
     """Identifies the storage that `tensor` views; works for fake tensors too."""
     return tensor.untyped_storage()._cdata

@@ -267,9 +267,9 @@ def _last_use(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> dic
 
 
 def _writes_arguments(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> bool:
-    """A segment writes an argument, or an op writes one that replays would copy.
+    """A segment or an op writes an argument that replays would copy.
 
-    Ops may write tensors that are bound by address (a KV cache in a module's buffer): they get the real one.
+    Tensors that are bound by address may be written (a KV cache in a module's buffer): it is the real one.
     """
     by_segments = [
         item.slot
@@ -284,5 +284,4 @@ def _writes_arguments(graph: SplitGraph, segments: Mapping[int, CompiledSegment]
         if name in written_arguments(call.target)
         for slot in references(value)
     ]
-    copied = any(not given.bound for given in graph.arguments_sharing_storage(by_ops))
-    return copied or bool(graph.arguments_sharing_storage(by_segments))
+    return any(not given.bound for given in graph.arguments_sharing_storage([*by_ops, *by_segments]))

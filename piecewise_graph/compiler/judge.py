@@ -79,6 +79,7 @@ class Judge:
         waiting: of those, the ones that no graph can hold, whatever its size.
         is_stuck: some value cannot cross the cut that it has to cross.
         is_torn: at any size, because its storage is written.
+        writes_static: a segment writes an argument at a fixed address.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Judge:
         self.computes: dict[int, bool] = {}
         self.wanted: set[str] = set()
         self.waiting: set[str] = set()
-        self.is_stuck = self.is_torn = False
+        self.is_stuck = self.is_torn = self.writes_static = False
         self.unpaddable: str | None = None
         self.makers: dict[int, tuple[int, str]] = {}  # slot -> the step and the node that made it
         self.written: set[int | None] = set()  # storages
@@ -175,6 +176,8 @@ class Judge:
         proof = self._with_uncapturable(step, self.prover.prove(key, step.gm, given, self.tokens))
         self.facts[key.digest] = proof.facts
         self.computes[step.index] = proof.facts.computes
+        named = self.split.arguments_sharing_storage(slot for _, slot in _written(step, proof))
+        self.writes_static |= any(given.bound for given in named)
         if step.padded:
             self._padded(step, proof)
         else:

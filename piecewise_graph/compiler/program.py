@@ -76,6 +76,18 @@ class Program:
         """Its distinct structures that compute."""
         return tuple({s.key: s for s in self.compiled.values() if s.facts.computes}.values())
 
+    @cached_property
+    def static_writes(self) -> tuple[int, ...]:
+        """Indices of the arguments at fixed addresses that its segments write."""
+        split = self.split
+        storages = {
+            split.storages[item.slot]
+            for step in split.segments
+            for index in self.compiled[step.index].facts.written
+            if isinstance(item := step.inputs[index], Ref)
+        }
+        return tuple(i for i, x in enumerate(split.inputs) if x.bound and split.storages[i] in storages)
+
     @property
     def has_effects(self) -> bool:
         """A call may change what outlives it: it writes an argument, or runs an op that is not torch's."""

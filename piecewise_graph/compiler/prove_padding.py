@@ -9,6 +9,9 @@ readers of a view that overlaps itself (unfold): rows of padding would lie in li
 exists (the caller's result has T + 1 rows, an argument or the result of an op overlaps itself), the trace
 serves exact sizes only.
 
+A trace whose segments write a tensor at a fixed address (a static KV cache) serves exact sizes only: rows of
+padding would be written too.
+
 What no graph can hold at any size (a value that the host reads back, a copy between host and device) is cut
 out where that is possible, whatever becomes of padding: it costs itself, not the model. Most of it shows in
 the fake run of the proof. The rest shows when a capture fails (recorder/uncapturable.py), and the trace is
@@ -66,18 +69,20 @@ def prove_padding(
         return judge(split(gm, cut_out), prover, bounds, uncapturable)
 
     whole = judged()
+    pads = not whole.writes_static
     if unproved == "tried" and whole.may_change_objects():
         unproved = "cut"
     found = whole
-    if unproved == "cut" and whole.may_pad and not whole.is_proved:
+    if unproved == "cut" and pads and whole.may_pad and not whole.is_proved:
         cut = _cut(gm, judged, whole.wanted, pads=True)
         if cut is not None and cut.pads_something:
             return cut.result()
     if unproved != "exact" and whole.waiting:
         found = _cut(gm, judged, whole.waiting, pads=False) or whole
-    if whole.is_proved or not whole.may_pad or unproved == "tried":
+    if not whole.may_pad or (pads and (whole.is_proved or unproved == "tried")):
         return found.result()
-    return replace(found.result(), unpaddable=whole.unpaddable or "no_padding_proof")
+    why = "no_padding_proof" if pads else "writes_static_input"
+    return replace(found.result(), unpaddable=whole.unpaddable or why)
 
 
 def _cut(

@@ -21,7 +21,7 @@ from piecewise_graph.runtime.budget import current_plan, over_budget, plan_sizes
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.replay import CapturedBucket
 from piecewise_graph.runtime.runtime import Runtime
-from piecewise_graph.runtime.side_channel import Purpose
+from piecewise_graph.runtime.side_channel import Purpose, undoing_writes
 
 MakeInputs = Callable[[int], Any]
 MakeContext = Callable[[int], Mapping[str, Any]]
@@ -77,7 +77,8 @@ def capture(
     Args:
         compiled: what pg.compile or torch.compile(..., backend="piecewise") returned.
         make_inputs: token count -> a call's arguments: a dict of keywords, a tuple, or one tensor. The
-            model runs on them, so they have to be legal; ops with side effects (a KV cache) happen.
+            model runs on them, so they have to be legal. What segments write to static tensors is undone;
+            splitting ops with side effects (a KV cache) happen.
         sizes: token counts out of the capture sizes; None = all of them.
         context: token count -> what pg.forward_context gets around the call; with `full_graph=True` among
             it, full graphs are captured, for the objects that it holds.
@@ -87,6 +88,18 @@ def capture(
         CaptureError: a size that is no capture size, inputs of another size, or nothing captured at all.
     """
     began = time.perf_counter()
+    with undoing_writes():
+        return _captured_sizes(compiled, make_inputs, sizes, context, progress, began)
+
+
+def _captured_sizes(
+    compiled: Any,
+    make_inputs: MakeInputs,
+    sizes: Sequence[int] | None,
+    context: MakeContext | None,
+    progress: bool,
+    began: float,
+) -> CaptureReport:
     call = partial(_call, compiled, make_inputs, context)
     state = state_of(compiled)
     chosen = sorted(set(state.config.sizes if state and sizes is None else sizes or ()), reverse=True)

@@ -57,6 +57,7 @@ class FrozenTrace:
         inputs: (index of the leaf in the caller's arguments, index in the graph's arguments) of activations.
         symbols: (index in the graph's arguments, graph argument and dimension that it is the size of).
         outputs: per leaf of the result (index into the graph's outputs or None, constant).
+        static: (index of the leaf in the caller's arguments, its address) of tensors that graphs read there.
         structure: of the result.
         signatures: of the model's graphs so far, where pg.compile traced them (one_token.py).
     """
@@ -66,6 +67,7 @@ class FrozenTrace:
     inputs: tuple[tuple[int, int], ...]
     symbols: tuple[tuple[int, int, int], ...]
     outputs: tuple[tuple[int | None, Any], ...]
+    static: tuple[tuple[int, int], ...]
     structure: Any
     signatures: tuple[Signature, ...]
 
@@ -87,9 +89,19 @@ class FrozenTrace:
             tuple(inputs),
             tuple(symbols),
             tuple(outputs),
+            _static_leaves(seen, leaves),
             structure,
             tuple(seen.runtime.state.signatures),
         )
+
+
+def _static_leaves(seen: Observed, leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    bound = [tensor for _, tensor in seen.runtime.program.bound_arguments(seen.args)]
+    return tuple(
+        (index, leaf.data_ptr())
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and any(leaf is tensor for tensor in bound)
+    )
 
 
 def _leaf_of(tensor: Tensor, leaves: Sequence[Any], name: str) -> int:

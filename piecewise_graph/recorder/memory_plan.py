@@ -184,6 +184,10 @@ class _TrialPool(GraphPool):
             with torch.cuda.device(device):  # a MemPool gives back the memory of the device it was made on
                 self._memory = torch.cuda.MemPool()
 
+    @property
+    def runs_captures(self) -> bool:
+        return True
+
     def capture(
         self, run: Run, inputs: Sequence[object], *, warm: Sequence[Tensor] | None = None
     ) -> tuple[Callable[[], None], Sequence[Tensor]]:

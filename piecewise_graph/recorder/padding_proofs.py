@@ -22,6 +22,7 @@ PADDING_REASONS = frozenset(
         "padding_unproven",
         "proof_failed",
         "size_is_a_number",
+        "writes_static_input",
     }
 )
 

@@ -16,7 +16,7 @@ from piecewise_graph.graph_pool import clean_cublas
 from piecewise_graph.recorder.exact_segment import ExactSegment
 from piecewise_graph.recorder.tape import Call, LateCall, ReplayTape
 from piecewise_graph.recorder.workspace import Workspace
-from piecewise_graph.sizes import evaluate
+from piecewise_graph.sizes import evaluate, kept
 from piecewise_graph.splitter.split_graph import Opaque, OpStep, Ref, SegmentStep, Size
 
 
@@ -115,7 +115,10 @@ class _Recording:
                 bridges.give_back(buffer)
         else:
             run = self._filling(step, segment)
-            replay, outputs = self.pool.capture(run, [self._value(item) for item in step.inputs])
+            inputs = [self._value(item) for item in step.inputs]
+            written = [inputs[index] for index in segment.facts.written] if self.pool.runs_captures else []
+            with kept(written):
+                replay, outputs = self.pool.capture(run, inputs)
             self.graphs += 1
             self.entries.append(replay)
             for slot, output in zip(step.outputs, outputs, strict=True):

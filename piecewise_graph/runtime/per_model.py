@@ -37,6 +37,7 @@ AnyRuntime = Runtime | UnsplitRuntime
 MakeRuntime = Callable[[Any, Bound], AnyRuntime]
 Key = tuple[Any, ...]
 _OFTEN = 2
+_MOST_RUNTIMES = 16  # of one model, the latest: one per static cache, for instance
 _MOST_OBJECTS = 16  # opaque arguments of one model that have graphs, the latest
 
 
@@ -139,6 +140,7 @@ class _Runtimes(ABC):
         objects = {index: args[index] for index in self._objects}
         runtime = self._make(state, [(index, args[index]) for index in self._indices], objects)
         self._all.setdefault(key, []).insert(0, runtime)
+        del self._all[key][_MOST_RUNTIMES:]
         if self._objects:
             self._forget_oldest(key)
         # A tensor that dies takes its graphs along; the trace may have died before.
@@ -200,7 +202,8 @@ class _SplitRuntimes(_Runtimes):
 
     def _add(self, args: Sequence[Any]) -> AnyRuntime:
         key = self._key(args)
-        values = [index for index in self._indices if index not in self._weights]
+        kept = {*self._weights, *self._program.static_writes}  # a copy would not be written for good
+        values = [index for index in self._indices if index not in kept]
         stood = self._stood.get(key, {})
         self._changes.update((key, i) for i in values if i in stood and stood[i]() is not args[i])
         self._stood[key] = {index: weakref.ref(args[index]) for index in values}

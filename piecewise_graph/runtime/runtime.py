@@ -33,9 +33,9 @@ from piecewise_graph.runtime.captured_context import check_tokens
 from piecewise_graph.runtime.dispatch import Action, Decision, Situation, bucket_of, decide
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.replay import Replay
-from piecewise_graph.runtime.side_channel import Purpose
+from piecewise_graph.runtime.side_channel import Purpose, undoes_writes, undoing_writes
 from piecewise_graph.runtime.tapes import TapeSet
-from piecewise_graph.sizes import Sizes
+from piecewise_graph.sizes import Sizes, kept
 from piecewise_graph.telemetry import count_fallback, counters
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,9 @@ class Runtime:
         Raises:
             ShapeMiss: the trace is not valid for these shapes; nothing ran.
         """
+        if self.program.static_writes and undoes_writes():
+            with undoing_writes(False), kept([args[index] for index in self.program.static_writes]):
+                return self(*args)
         sizes = self.program.contract.admit(args)
         self.state.channel.admitted()
         num_tokens, context = self._count(sizes), get_forward_context()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -24,6 +25,23 @@ class Purpose(Enum):
     TRACE = "trace"
     WARM_UP = "warm up"
     CAPTURE = "capture"
+
+
+_undone: ContextVar[bool] = ContextVar("undone", default=False)
+
+
+@contextmanager
+def undoing_writes(on: bool = True) -> Iterator[None]:
+    """What segments write to static tensors in the block is undone after each call, or not."""
+    before = _undone.set(on)
+    try:
+        yield
+    finally:
+        _undone.reset(before)
+
+
+def undoes_writes() -> bool:
+    return _undone.get()
 
 
 class TracedOnly(Exception):

@@ -170,7 +170,7 @@ class _Lowering:
             step = self._op_step(group) if is_ops else self._segment_step(group, len(steps))
             if step is not None:
                 steps.append(step)
-        outputs = map_arg(nodes[-1].args[0], self._value)
+        outputs = map_arg(nodes[-1].args[0], self._output)
         computed = (node for group in self.groups if group.kind is not _Kind.OPS for node in group.nodes)
         leaks = tuple(name for name in map(leaked_op, computed) if name)
         return SplitGraph(
@@ -187,6 +187,7 @@ class _Lowering:
         source, of_module = _torch.placeholder_source(node)
         name, merged = node.meta.get(MERGED_NAME) or readable_source(source), MERGED_NAME in node.meta
         stays = of_module and source not in self.assigned  # else every call brings another tensor
+        stays |= _torch.is_marked_static(node)
         bound = stays or merged or constant is not None or isinstance(value, torch.nn.Parameter)
         size = _torch.expression(value) if isinstance(value, torch.SymInt) else None
         # Where a view begins in its storage is an argument that nothing reads, and that a copy does not have.
@@ -221,6 +222,17 @@ class _Lowering:
         if slot is not None and self.inputs[slot].opaque:
             return Opaque(slot)
         return self._scalar(value)
+
+    def _output(self, node: Node) -> Any:
+        """What the trace returns for `node`: of a tensor that was written in place, the argument itself."""
+        value, made = self._value(node), _torch.example_value(node)
+        if not isinstance(value, Ref) or value.slot < len(self.inputs):
+            return value
+        arguments = [
+            n for n, slot in self.slots.items() if slot < len(self.inputs) and self.inputs[slot].bound
+        ]
+        same = (self.slots[n] for n in arguments if _torch.is_same_view(_torch.example_value(n), made))
+        return Ref(next(same, value.slot))
 
     def _scalar(self, value: Any) -> Any:
         if isinstance(value, torch.SymInt):

@@ -1,0 +1,162 @@
+"""Segments write tensors at fixed addresses: buffers, and static KV caches (`mark_static_address`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+from toys import WIDTH, compiled, ops, rows
+
+import piecewise_graph as pg
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+LENGTH = 64
+
+
+class Decoder(nn.Module):
+    """Writes the rows of a call behind those of the calls before, and counts them, as a static cache does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: Tensor, length: Tensor) -> Tensor:
+        h = self.before(x)
+        places = torch.arange(x.shape[0], device=x.device) + length
+        cache.index_copy_(0, places, h)
+        length.add_(x.shape[0])
+        return self.after(ops.mix(h + cache.sum(0)))
+
+
+class Buffered(Decoder):
+    """The cache is the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(LENGTH, WIDTH))
+        self.register_buffer("length", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, self.cache, self.length)
+
+
+def static_cache(device: torch.device) -> tuple[Tensor, Tensor]:
+    made = torch.zeros(LENGTH, WIDTH, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in made:
+        torch._dynamo.mark_static_address(tensor)
+    return made
+
+
+def same(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def check(fast: Any, model: nn.Module, sizes: Sequence[int], mine: Any, theirs: Any) -> None:
+    """Calls with one cache each; both are the same after every call."""
+    for n in sizes:
+        x = rows(n, mine[0].device)
+        same(fast(x, *mine), model(x, *theirs))
+        same(mine, theirs)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_marked_cache_is_written_once_per_call_by_graphs_of_exact_sizes(
+    compiler: str, device: torch.device
+) -> None:
+    model = Decoder().to(device)
+    fast = compiled(model, token_dim={"x": 0}, compiler=compiler)
+    sizes = (3, 4, 3, 4, 3, 1, 1, 1)  # 4 is a capture size; others have graphs when they return
+    mine = static_cache(device)
+    with pg.counters.expect(replays=3, tapes=3, **{"fallbacks:writes_static_input": 2}):
+        check(fast, model, sizes, mine, static_cache(device))
+    assert pg.explain(fast).traces[0].fallbacks == {"writes_static_input": 2}
+
+
+def test_plain_torch_compile_captures_decode_steps_at_once(device: torch.device) -> None:
+    model = Decoder().to(device)
+    fast = torch.compile(model, backend="piecewise", dynamic=False, options={"compiler": "eager"})
+    with pg.counters.expect(tapes=1, replays=4, fallbacks=0):
+        check(fast, model, (1, 1, 1, 1, 1), static_cache(device), static_cache(device))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_buffer_is_written_too(compiler: str, device: torch.device) -> None:
+    model, eager = Buffered().to(device), Buffered().to(device)
+    eager.load_state_dict(model.state_dict())
+    fast = compiled(model, token_dim={"x": 0}, compiler=compiler)
+    with pg.counters.expect(tapes=2, replays=3, **{"fallbacks:writes_static_input": 1}):
+        for n in (4, 3, 4, 3, 3, 4):
+            x = rows(n, device)
+            same(fast(x), eager(x))
+            same(dict(model.named_buffers()), dict(eager.named_buffers()))
+
+
+def test_caches_that_alternate_keep_their_graphs(device: torch.device) -> None:
+    """Another address is another tape: no call writes to the cache of another one."""
+    model = Decoder().to(device)
+    fast = compiled(model, token_dim={"x": 0})
+    mine, theirs = ([static_cache(device) for _ in range(3)] for _ in range(2))
+    for pair in zip(mine, theirs, strict=True):
+        check(fast, model, (4,), *pair)
+    with pg.counters.expect(tapes=0, traces=0, replays=9, fallbacks=0):
+        for _ in range(3):
+            for pair in zip(mine, theirs, strict=True):
+                check(fast, model, (4,), *pair)
+    for one, other in zip(mine, theirs, strict=True):
+        same(one, other)
+
+
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_any_order_of_caches_and_sizes(data: st.DataObject) -> None:
+    device = torch.device("cpu")
+    model = Decoder()
+    fast = compiled(model, token_dim={"x": 0})
+    pairs = [(static_cache(device), static_cache(device)) for _ in range(2)]
+    calls = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 9)), min_size=4, max_size=8)
+    with torch.no_grad():
+        for which, n in data.draw(calls):
+            check(fast, model, (n,), *pairs[which])
+
+
+def test_capturing_and_planning_leave_them_as_they_were(device: torch.device) -> None:
+    model = Buffered().to(device)
+    model.cache.normal_()
+    before = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    fast = compiled(model, token_dim={"x": 0})
+    with pg.counters.expect(tapes=2):
+        pg.capture(fast, lambda n: rows(n, device), progress=False)
+    pg.plan(fast)
+    torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
+    eager = Buffered().to(device)
+    eager.load_state_dict(model.state_dict())
+    with pg.counters.expect(replays=2, tapes=0):
+        for n in (4, 8):
+            x = rows(n, device)
+            same(fast(x), eager(x))
+            same(dict(model.named_buffers()), dict(eager.named_buffers()))
+
+
+def test_frozen_calls_write_the_cache_that_they_are_given(device: torch.device) -> None:
+    model = Decoder().to(device)
+    fast = compiled(model, token_dim={"x": 0})
+    mine, theirs = ([static_cache(device) for _ in range(2)] for _ in range(2))
+    x = rows(4, device)
+    frozen = pg.freeze(fast, x, *mine[0])
+    model(x, *theirs[0])  # freezing runs its example
+    for index in (0, 1, 0, 0, 1, 1, 0):
+        x = rows(4, device)
+        same(frozen(x, *mine[index]), model(x, *theirs[index]))
+        same(mine, theirs)
+
+
+def test_a_tensor_that_nobody_marked_stays_compiled(device: torch.device) -> None:
+    model = Decoder().to(device)
+    fast = compiled(model, token_dim={"x": 0})
+    mine = torch.zeros(LENGTH, WIDTH, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    with pg.counters.expect(replays=0, tapes=0, **{"fallbacks:writes_an_input": 3}):
+        check(fast, model, (4, 4, 4), mine, static_cache(device))
