@@ -228,13 +228,13 @@ class GraphPool:
         When ending it fails too, torch leaves the random generators in capture state, where the next
         random op anywhere would raise; an empty capture that succeeds takes them out of it.
         """
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            empty = torch.cuda.CUDAGraph()
-            empty.capture_begin(capture_error_mode="thread_local")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch remarks that the graph is empty
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch remarks that the graph is empty
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                empty = torch.cuda.CUDAGraph()
+                empty.capture_begin(capture_error_mode="thread_local")
                 empty.capture_end()
 
     def _pool_handle(self) -> Any:

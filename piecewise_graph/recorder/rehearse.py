@@ -68,12 +68,13 @@ def rehearse(
 
     Args:
         padded: splitting ops get the bucket's rows; only where it `pads`.
-        watch_ops: see whether splitting ops write what they do not declare (once per trace is enough).
+        watch_ops: see whether splitting ops write what they do not declare, and keep samples (once per trace
+            is enough).
 
     Raises:
         SplittingOpError: an op broke its schema's or its fake's promise.
     """
-    samples = _Samples(workspace.program)
+    samples = _Samples(workspace.program, wanted=watch_ops)
     at_bucket = run_padded(workspace, args, num_tokens, bucket, samples) if padded else None
     if at_bucket is not None:
         return Rehearsal(live_rows(workspace, at_bucket, args, num_tokens), at_bucket, samples.taken)
@@ -84,12 +85,12 @@ def rehearse(
 class _Samples:
     """Copies of what one segment of each structure is given, beside the weights."""
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, program: Program, wanted: bool) -> None:
+        self._program, self._wanted = program, wanted
         self.taken: dict[str, Sequence[Any]] = {}
 
     def take(self, step: SegmentStep, segment: CompiledSegment, given: Sequence[Any]) -> None:
-        if segment.facts.computes and segment.key not in self.taken:
+        if self._wanted and segment.facts.computes and segment.key not in self.taken:
             self.taken[segment.key] = [
                 value.clone()
                 if isinstance(value, Tensor) and self._may_change(item, place, segment)

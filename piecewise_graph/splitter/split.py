@@ -228,10 +228,11 @@ class _Lowering:
         value, made = self._value(node), _torch.example_value(node)
         if not isinstance(value, Ref) or value.slot < len(self.inputs):
             return value
-        arguments = [
-            n for n, slot in self.slots.items() if slot < len(self.inputs) and self.inputs[slot].bound
-        ]
-        same = (self.slots[n] for n in arguments if _torch.is_same_view(_torch.example_value(n), made))
+        within = {
+            i for i, x in enumerate(self.inputs) if x.bound and self.storages[i] == self.storages[value.slot]
+        }
+        arguments = ((slot, n) for n, slot in self.slots.items() if slot in within)
+        same = (slot for slot, n in arguments if _torch.is_same_view(_torch.example_value(n), made))
         return Ref(next(same, value.slot))
 
     def _scalar(self, value: Any) -> Any:
