@@ -97,13 +97,21 @@ class Looking:
         self.calls: list[list[Judged]] = []
 
     def __call__(
-        self, gm: GraphModule, inputs: Sequence[Any], compiler: str, largest: int, *, unproved: Unproved
+        self,
+        gm: GraphModule,
+        inputs: Sequence[Any],
+        compiler: str,
+        largest: int,
+        *,
+        unproved: Unproved,
+        uncapturable: Mapping[str, str],
     ) -> ProvedGraph:
         began = time.perf_counter()
-        final = prove_padding(gm, inputs, compiler, largest, unproved=unproved)
+        cut = {"uncapturable": uncapturable}
+        final = prove_padding(gm, inputs, compiler, largest, unproved=unproved, **cut)
         took = time.perf_counter() - began
         is_whole = not final.unproved and final.unpaddable is None
-        whole = final if is_whole else prove_padding(gm, inputs, compiler, largest, unproved="tried")
+        whole = final if is_whole else prove_padding(gm, inputs, compiler, largest, unproved="tried", **cut)
         self.calls[-1].append(Judged(whole, final, took))
         return final
 
