@@ -12,17 +12,27 @@ from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.sizes import TensorSpec
 from piecewise_graph.splitter.split_graph import Ref, SegmentStep, SplitGraph, references
 
+# Why a trace has no buckets: graphs of it serve one combination of sizes (runtime/exact_sizes.py).
+WITHOUT_BUCKETS = frozenset({"no_token_dimension", "second_dynamic_dimension"})
+
 
 def blocked(
     graph: SplitGraph, segments: Mapping[int, CompiledSegment], writes_arguments: bool, breaks: bool
 ) -> str | None:
     """Why no call of a trace can be replayed; it runs its compiled segments instead."""
-    facts = [segment.facts for segment in segments.values()]
     if len(graph.symbols) > 1:
         return "second_dynamic_dimension"
     token = next(iter(graph.symbols), None)
     if token and not any(given.spec and given.spec.token_dims(token) for given in graph.inputs):
         return "no_token_dimension"
+    return blocked_at_any_size(graph, segments, writes_arguments, breaks)
+
+
+def blocked_at_any_size(
+    graph: SplitGraph, segments: Mapping[int, CompiledSegment], writes_arguments: bool, breaks: bool
+) -> str | None:
+    """The same for one combination of sizes."""
+    facts = [segment.facts for segment in segments.values()]
     if len({given.spec.device for given in graph.inputs if given.spec and given.constant is None}) > 1:
         return "mixed_devices"
     if any(segments[step.index].facts.host_sync for step in graph.segments if step.padded):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from piecewise_graph import _torch
-from piecewise_graph.compiler.blocked import blocked
+from piecewise_graph.compiler.blocked import WITHOUT_BUCKETS, blocked, blocked_at_any_size
 from piecewise_graph.compiler.judge import ProvedGraph
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.prove_padding import Unproved, prove_padding
@@ -23,7 +23,7 @@ from piecewise_graph.compiler.segments import CompiledSegment, compile_split
 from piecewise_graph.compiler.specialize import specialized
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import LeakWarning
-from piecewise_graph.sizes import ShapeContract, relaxed_range
+from piecewise_graph.sizes import ShapeContract, Sizes, evaluate, relaxed_range
 from piecewise_graph.splitter.merge_linears import merge_linears
 from piecewise_graph.splitter.merged_weights import Merge
 from piecewise_graph.splitter.source_names import readable_source
@@ -176,6 +176,22 @@ def with_activations(program: Program, indices: Collection[int]) -> Program:
     return replace(program, split=graph, blocked=why, writes_arguments=writes)
 
 
+def has_exact_sizes(program: Program) -> bool:
+    """The trace has no buckets, and graphs can hold each combination of its sizes (`at_sizes`)."""
+    graph, known = program.split, set(program.contract.symbols)
+    return (
+        program.blocked in WITHOUT_BUCKETS
+        and all(spec.symbols <= known for spec in graph.specs if spec is not None)
+        and not blocked_at_any_size(graph, program.compiled, program.writes_arguments, program.breaks)
+    )
+
+
+def at_sizes(program: Program, sizes: Sizes) -> Program:
+    """The program for one combination of its sizes."""
+    tokens = _static_tokens(program.split, sizes)
+    return replace(program, token=None, fixed=dict(sizes), static_tokens=tokens, blocked=None)
+
+
 def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
     """Why a trace must be compiled as one graph."""
     tensors = [x for x in example_inputs if isinstance(x, Tensor)]
@@ -231,15 +247,15 @@ def _symbolic_dims(gm: GraphModule) -> frozenset[tuple[int, int]]:
     )
 
 
-def _static_tokens(graph: SplitGraph) -> int:
-    """Token count of a trace of fixed shapes, for max_tokens and reports: its longest activation.
+def _static_tokens(graph: SplitGraph, sizes: Sizes | None = None) -> int:
+    """Token count of a trace of fixed shapes, or at `sizes`, for limits and reports: its longest activation.
 
     The last dimension of a float activation holds features; integer ones (ids, positions) have none.
     """
     specs = [spec for _, spec in graph.activations]
     integer = [spec.shape for spec in specs if not spec.dtype.is_floating_point]
     floating = [spec.shape[: max(len(spec.shape) - 1, 1)] for spec in specs]
-    return max((int(size) for shape in integer or floating for size in shape[:2]), default=1)
+    return max((evaluate(x, sizes or {}) for shape in integer or floating for x in shape[:2]), default=1)
 
 
 def _device(graph: SplitGraph) -> torch.device:

@@ -50,6 +50,7 @@ class Program:
         unpaddable: why it can be replayed at exact sizes only, or None.
         merge: which of its linears were merged.
         breaks: the forward goes on with what this trace returns, behind a graph break for instance.
+        fixed: every size of the trace, where it serves one combination of several; else empty.
         uncapturable: names of nodes of `traced` that no graph can hold, as a capture showed, and why.
         changed: the caller's objects that the forward changes in Python, after every call of the graph.
     """
@@ -69,6 +70,7 @@ class Program:
     merge: Merge
     breaks: bool
     changed: tuple[str, ...]
+    fixed: Sizes = field(default_factory=dict)
     uncapturable: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -95,7 +97,7 @@ class Program:
         return foreign or any(segment.facts.written for segment in self.compiled.values())
 
     def sizes_at(self, num_tokens: int) -> Sizes:
-        return {} if self.token is None else {self.token: num_tokens}
+        return self.fixed if self.token is None else {self.token: num_tokens}
 
     def bound_arguments(self, args: Sequence[Any]) -> list[tuple[int, Tensor]]:
         """Those of a call's arguments that graphs read by address, with their indices."""

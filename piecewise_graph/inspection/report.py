@@ -243,6 +243,9 @@ def _exact(distinct: Sequence[CompiledSegment]) -> dict[int, tuple[str, ...]]:
 
 def _sizes(runtime: Runtime) -> str:
     if runtime.program.token is None:
+        fixed = runtime.program.fixed
+        if fixed:
+            return ", ".join(f"{symbol} = {size}" for symbol, size in fixed.items())
         return "fixed shapes" if not runtime.program.contract.symbols else "several dynamic sizes"
     text = range_text(runtime.program.contract.ranges[0])
     guards = [str(guard) for guard in runtime.program.contract.guards]

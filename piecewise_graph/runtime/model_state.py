@@ -92,7 +92,8 @@ class ModelState:
         _states.add(self)
 
     def add(self, trace: Trace) -> None:
-        self._traces.append(weakref.ref(trace))
+        alive = [ref for ref in self._traces if ref() is not None]  # runtimes of single sizes come and go
+        self._traces = [*alive, weakref.ref(trace)]
         reasons = [each.blocked for each in self.traces]
         if not self._warned and all(reasons):
             self._warned = True
