@@ -24,6 +24,10 @@ def default_capture_sizes(max_tokens: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= max_tokens))
 
 
+# Each doubles the batch: padding wastes less than half of it, and each one is compiled for itself.
+DEFAULT_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+
+
 def bucket_for(num_tokens: int, sizes: Sequence[int]) -> int | None:
     """The smallest of the ascending `sizes` that holds `num_tokens`, or None above the largest."""
     index = bisect_left(sizes, num_tokens)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from piecewise_graph.buckets import default_capture_sizes
+from piecewise_graph.buckets import DEFAULT_BATCH_SIZES, default_capture_sizes
 from piecewise_graph.errors import ConfigError
 from piecewise_graph.graph_pool import GraphPool
 
@@ -38,6 +38,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "max_graph_bytes": lambda value: value is None or _is_size(value),
     "pool": lambda value: value is None or isinstance(value, GraphPool),
     "capture_sizes": lambda value: value is None or (_are_sizes(value) and len(value) > 0),
+    "batch_sizes": lambda value: value is None or _are_sizes(value),
     "specialize": _are_sizes,
     "cache_dir": lambda path: (
         path is None or (isinstance(path, (str, os.PathLike)) and bool(os.fspath(path)))
@@ -54,6 +55,9 @@ class PiecewiseConfig:
 
     Attributes:
         capture_sizes: token counts to capture, None = a default list up to `max_tokens`.
+        batch_sizes: of calls of [batch, tokens] where both vary, the batches to capture; one between two is
+            padded where that is proved harmless. None = 1, 2, 4 and so on up to 32, each from its second call
+            on; () = none: a combination of sizes that returns has graphs of its own.
         max_tokens: above it a forward runs the compiled segments, counted as a fallback.
         compiler: what compiles a segment: "inductor", "aot_eager" or "eager".
         cuda_graphs: "auto" captures, "off" runs compiled segments only.
@@ -78,6 +82,7 @@ class PiecewiseConfig:
     """
 
     capture_sizes: Sequence[int] | None = None
+    batch_sizes: Sequence[int] | None = None
     max_tokens: int = 512
     compiler: str = "inductor"
     cuda_graphs: str = "auto"
@@ -104,6 +109,8 @@ class PiecewiseConfig:
         if not set(self.specialize) <= set(sizes):
             raise ConfigError.no_capture_sizes(self.specialize, sizes)
         object.__setattr__(self, "capture_sizes", tuple(sorted(set(sizes))))
+        if self.batch_sizes is not None:
+            object.__setattr__(self, "batch_sizes", tuple(sorted(set(self.batch_sizes))))
         object.__setattr__(self, "specialize", tuple(sorted(set(self.specialize))))
         if self.cache_dir is not None:  # absolute, so that a later chdir does not lose it
             object.__setattr__(self, "cache_dir", os.path.abspath(os.path.expanduser(self.cache_dir)))
@@ -113,6 +120,11 @@ class PiecewiseConfig:
         """The capture sizes, ascending and without repeats."""
         assert isinstance(self.capture_sizes, tuple)
         return self.capture_sizes
+
+    @property
+    def batches(self) -> Sequence[int]:
+        """The batch sizes, ascending and without repeats."""
+        return DEFAULT_BATCH_SIZES if self.batch_sizes is None else self.batch_sizes
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> PiecewiseConfig:

@@ -24,6 +24,8 @@ class PiecewiseError(Exception):
 
 # What each option takes, those with a choice of words apart.
 _EXPECTED = {
+    "batch_dim": 'the batch dimension of an argument, such as {"input_ids": 0}',
+    "batch_sizes": "a list of numbers of requests, from 1 up, such as [1, 2, 4, 8], or None",
     "cache_dir": "the path of a folder, or None",
     "capture_sizes": "a list of token counts, whole numbers from 1 up, such as [1, 2, 4, 8], or None",
     "max_graph_bytes": "a whole number of bytes from 1 up, or None",
@@ -129,14 +131,19 @@ class TokenDimError(PiecewiseError):
         )
 
     @classmethod
-    def no_such_input(cls, name: str, known: Sequence[str]) -> TokenDimError:
-        what = f"token_dim names {name!r}, but this call passes no tensor of that name."
+    def no_such_input(cls, option: str, name: str, known: Sequence[str]) -> TokenDimError:
+        what = f"{option} names {name!r}, but this call passes no tensor of that name."
         return cls(what, f"use one of the tensor arguments that it does pass: {', '.join(known) or 'none'}.")
 
     @classmethod
-    def no_such_dim(cls, name: str, dim: int, shape: Sequence[int]) -> TokenDimError:
-        what = f"token_dim says dimension {dim} of {name!r}, whose shape is {tuple(shape)}."
+    def no_such_dim(cls, option: str, name: str, dim: int, shape: Sequence[int]) -> TokenDimError:
+        what = f"{option} says dimension {dim} of {name!r}, whose shape is {tuple(shape)}."
         return cls(what, f"pass a dimension from 0 to {len(shape) - 1}.")
+
+    @classmethod
+    def batch_behind_tokens(cls, name: str, dim: int, tokens: Sequence[int]) -> TokenDimError:
+        what = f"batch_dim says dimension {dim} of {name!r}, whose tokens stand in dimension {tokens[0]}."
+        return cls(what, "transpose the inputs: the batch has to stand before the tokens.")
 
     @classmethod
     def no_argument_names(cls, model: str) -> TokenDimError:

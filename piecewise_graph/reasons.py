@@ -39,8 +39,8 @@ REMEDIES = {
     "random_numbers": "call model.eval(), or draw the numbers outside and pass them in",
     "reads_beyond_a_view": "slice or unfold instead of as_strided, or clone its argument first",
     "returns_a_view": "clone the view that the forward returns, or remove the graph break behind it",
-    "second_dynamic_dimension": "flatten requests to [1, tokens], or keep the batch size the same; make a "
-    "slice of columns contiguous",
+    "second_dynamic_dimension": "pass batch_sizes, flatten requests to [1, tokens], or keep the batch size "
+    "the same; make a slice of columns contiguous",
     "splitting_op_inside_higher_order_op": "call the op outside of checkpoint, cond, map and the like",
     "tensor_subclass": "pass the tensors that it is made of, and use such a weight where it is read",
     "writes_an_input": "write a buffer of the module, or call torch._dynamo.mark_static_address(tensor)",

@@ -101,8 +101,8 @@ def _computed(expr: sympy.Expr, sizes: tuple[tuple[sympy.Symbol, int], ...]) -> 
     return int(substitute(expr, dict(sizes)))
 
 
-def substitute(expr: sympy.Basic, sizes: Sizes) -> sympy.Basic:
-    return expr.xreplace({symbol: sympy.Integer(value) for symbol, value in sizes.items()})
+def substitute(expr: sympy.Basic, sizes: Mapping[sympy.Symbol, int | sympy.Symbol]) -> sympy.Basic:
+    return expr.xreplace({symbol: sympy.sympify(value) for symbol, value in sizes.items()})
 
 
 def is_scalar(value: Any) -> bool:

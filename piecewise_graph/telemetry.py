@@ -29,6 +29,7 @@ NAMES = {
     "failed_captures": "buckets whose capture failed; pg.explain says why",
     "captures": "graphs captured (segments x buckets; on a CPU their stand-ins)",
     "replays": "forwards served by a tape",
+    "padded_batches": "forwards whose batch was padded to a batch size",
     "phase_captures": "phases of a speculative round captured as one graph (eagle)",
     "phase_replays": "phases served by such a graph",
     "full_replays": "replays of a full graph, splitting ops included",

@@ -14,7 +14,7 @@ from toys import WIDTH, assert_same, fallbacks, ops
 import piecewise_graph as pg
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-OPTIONS = {"compiler": "eager", "capture_sizes": [4, 8], "max_tokens": 8}
+OPTIONS = {"compiler": "eager", "capture_sizes": [4, 8], "max_tokens": 8, "batch_sizes": ()}
 
 
 class Encoder(nn.Module):

@@ -13,7 +13,7 @@ from test_architecture import CORE, LEVELS
 
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
-    "errors": 510,
+    "errors": 512,
     "rules": 800,
     "claims": 430,
     "proof": 355,
@@ -71,16 +71,16 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1158,
-    "_torch": 615,
+    "beside": 1173,
+    "_torch": 620,
     "kernels": 441,
     "splitter": 931,
     "analysis": 1592,
-    "compiler": 1406,
+    "compiler": 1550,
     "recorder": 1100,
-    "runtime": 993,
-    "inspection": 958,
-    "frontend": 983,
+    "runtime": 1122,
+    "inspection": 957,
+    "frontend": 1010,
     "custom_ops": 3216,
     "eagle": 2976,
     "bench": 646,

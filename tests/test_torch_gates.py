@@ -303,3 +303,22 @@ def test_sizes_that_the_graph_does_not_take_are_found(
     fast = torch.compile(steered, backend=backend, dynamic=True)
     fast(torch.ones(5), 4), fast(torch.ones(6), 3)
     assert found[-1] is taken
+
+
+def test_propagation_of_fake_values_keeps_sizes_symbols() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        env, mode = _torch.shape_env_of(gm), _torch.fake_mode_of(gm)
+        (x,) = [value for value in _torch.argument_values(gm) if isinstance(value, Tensor)]
+        rows, columns = map(_torch.expression, x.shape)
+        with mode:
+            given = torch.empty(_torch.size_of(env, sympy.Integer(3)), _torch.size_of(env, columns))
+        values = [given if isinstance(v, Tensor) else v for v in _torch.argument_values(gm)]
+        _torch.propagate_fake(gm, values, mode)
+        (made,) = _torch.returned_values(gm)
+        seen.append((rows.is_Symbol, made.shape[0], _torch.expression(made.shape[1]) == columns))
+        return gm.forward
+
+    torch.compile(lambda x: x * 2, backend=backend, dynamic=True)(torch.ones(5, 7))
+    assert seen == [(True, 3, True)]

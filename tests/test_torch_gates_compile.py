@@ -255,7 +255,7 @@ def test_a_size_is_computed_from_its_symbols() -> None:
         graph = torch.fx.Graph()
         given = {symbol: graph.placeholder(f"p{i}") for i, symbol in enumerate(symbols)}
         for symbol, node in given.items():
-            node.meta["example_value"] = _torch.size_of_symbol(env, symbol)
+            node.meta["example_value"] = _torch.size_of(env, symbol)
         last = _torch.add_size(graph, derived, given)
         assert _torch.expression(_torch.example_value(last)) == _torch.expression(derived)
         graph.output(last)

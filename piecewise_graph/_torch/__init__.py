@@ -59,6 +59,7 @@ from piecewise_graph._torch.ops import (
     op_schemas as op_schemas,
     outside_of_modes as outside_of_modes,
     propagate as propagate,
+    propagate_fake as propagate_fake,
 )
 from piecewise_graph._torch.settings import (
     drop_shape_guards as drop_shape_guards,
@@ -79,7 +80,7 @@ from piecewise_graph._torch.symbols import (
     shape_env_of as shape_env_of,
     shape_guards as shape_guards,
     size_hint as size_hint,
-    size_of_symbol as size_of_symbol,
+    size_of as size_of,
     takes_all_sizes as takes_all_sizes,
     value_range as value_range,
 )

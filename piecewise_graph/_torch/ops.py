@@ -18,13 +18,22 @@ def propagate(gm: GraphModule, inputs: Sequence[Tensor]) -> None:
     """Give every node of `gm` the fake value that it has for `inputs`; runs nothing."""
     from torch._subclasses import FakeTensorMode
 
-    class Propagation(torch.fx.Interpreter):
-        def run_node(self, n: Node) -> Any:
-            n.meta["example_value"] = value = super().run_node(n)
-            return value
-
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        Propagation(gm).run(*[mode.from_tensor(tensor) for tensor in inputs])
+        _Propagation(gm).run(*[mode.from_tensor(tensor) for tensor in inputs])
+
+
+def propagate_fake(gm: GraphModule, inputs: Sequence[Any], mode: Any) -> None:
+    """The same for what Dynamo traces: fake values of `mode`, whose sizes may be symbols."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        _Propagation(gm).run(*inputs, enable_io_processing=False)
+
+
+class _Propagation(torch.fx.Interpreter):
+    def run_node(self, n: Node) -> Any:
+        n.meta["example_value"] = value = super().run_node(n)
+        return value
 
 
 @contextmanager

@@ -74,9 +74,9 @@ def expression(value: Any) -> sympy.Expr:
     return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
 
 
-def size_of_symbol(shape_env: Any, symbol: sympy.Symbol) -> torch.SymInt:
-    """The size that `symbol` stands for."""
-    return shape_env.create_symintnode(symbol, hint=None)
+def size_of(shape_env: Any, expr: sympy.Expr) -> int | torch.SymInt:
+    """The size that an expression over symbols stands for."""
+    return int(expr) if expr.is_Integer else shape_env.create_symintnode(expr, hint=None)
 
 
 def add_size(graph: Graph, size: torch.SymInt, symbols: Mapping[sympy.Symbol, Node]) -> Node:

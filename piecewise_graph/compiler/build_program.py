@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler.blocked import WITHOUT_BUCKETS, blocked, blocked_at_any_size
+from piecewise_graph.compiler.fixed_sizes import Fixed, with_fixed_sizes
 from piecewise_graph.compiler.judge import ProvedGraph
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.prove_padding import Unproved, prove_padding
@@ -100,37 +101,68 @@ def without_uncapturable(
     known = {**program.uncapturable, **uncapturable}
     if len(known) == len(program.uncapturable):
         return None
-    with _torch.functions_while_tracing():
-        return _without(program, known, args, config, compiled)
+    return _split_anew(program, program.traced, known, args, config, compiled)
 
 
-def _without(
+def at_batch(
     program: Program,
-    known: Mapping[str, str],
+    sizes: Sizes,
     args: Sequence[Any],
     config: PiecewiseConfig,
     compiled: dict[str, CompiledSegment],
 ) -> Program | None:
-    try:
-        proved = _proved(program.traced, args, config, known)
-    except Unsplittable:
-        return None
-    graph = proved.split
-    segments = compile_split(graph, config.compiler, compiled, config.cache_dir, proved.keys, proved.facts)
-    writes = _writes_arguments(graph, segments)
-    cut = replace(
-        program,
-        split=graph,
-        compiled=segments,
-        contract=_contract(program.traced, graph, program.contract.is_whole),
-        last_use=_last_use(graph, segments),
-        blocked=blocked(graph, segments, writes, program.breaks),
-        unproved=proved.unproved,
-        unpaddable=proved.unpaddable,
-        uncapturable=known,
-    )
-    _report(cut)
-    return None if cut.blocked else specialized(cut, args, config, compiled)
+    """The program with the symbols of `sizes` taken for numbers; None where no graph can hold it.
+
+    Args:
+        args, config, compiled: see `without_uncapturable`.
+    """
+    traced, fixed = fixed_in_a_call(program, sizes), replace(program, fixed=dict(sizes))
+    return _split_anew(fixed, traced, program.uncapturable, args, config, compiled)
+
+
+def fixed_in_a_call(program: Program, sizes: Fixed) -> GraphModule:
+    """The program's trace with the symbols of `sizes` fixed."""
+    with _torch.functions_while_tracing():
+        return with_fixed_sizes(program.traced, sizes)
+
+
+def _split_anew(
+    program: Program,
+    traced: GraphModule,
+    uncapturable: Mapping[str, str],
+    args: Sequence[Any],
+    config: PiecewiseConfig,
+    compiled: dict[str, CompiledSegment],
+) -> Program | None:
+    """`program` for another form of its trace, made in the middle of a call."""
+    with _torch.functions_while_tracing():
+        try:
+            proved = _proved(traced, args, config, uncapturable)
+        except Unsplittable:
+            return None
+        graph = proved.split
+        segments = compile_split(
+            graph, config.compiler, compiled, config.cache_dir, proved.keys, proved.facts
+        )
+        writes = _writes_arguments(graph, segments)
+        contract = _contract(traced, graph, program.contract.is_whole)
+        made = replace(
+            program,
+            traced=traced,
+            split=graph,
+            compiled=segments,
+            contract=contract,
+            token=graph.symbols[0] if len(graph.symbols) == 1 else None,
+            static_tokens=None if contract.symbols else _static_tokens(graph),
+            last_use=_last_use(graph, segments),
+            blocked=blocked(graph, segments, writes, program.breaks),
+            writes_arguments=writes,
+            unproved=proved.unproved,
+            unpaddable=proved.unpaddable,
+            uncapturable=uncapturable,
+        )
+        _report(made)
+        return None if made.blocked else specialized(made, args, config, compiled)
 
 
 def _proved(

@@ -50,7 +50,7 @@ class Program:
         unpaddable: why it can be replayed at exact sizes only, or None.
         merge: which of its linears were merged.
         breaks: the forward goes on with what this trace returns, behind a graph break for instance.
-        fixed: every size of the trace, where it serves one combination of several; else empty.
+        fixed: what the sizes that Dynamo left open were taken for, all or the batch; empty where none was.
         uncapturable: names of nodes of `traced` that no graph can hold, as a capture showed, and why.
         changed: the caller's objects that the forward changes in Python, after every call of the graph.
     """

@@ -11,6 +11,9 @@ that were equal no longer are, one under Dynamo's own guards. The runtime sees t
 alone. Where another size or number steered the trace (`if mask.shape[0] > 3`), and where the trace stayed
 whole, SHAPE_ENV stays too.
 
+A batch that varies too (`batch_dim`) is left to Dynamo's own guards: a model may do something else with one
+request than with several, and nothing here would check that.
+
 The one thing relaxed is T >= 2. Models of transformers ask whether T > 1 to see whether a mask is causal or
 can be skipped, which for one token is the same either way (held by tests on eight of them). Any other
 model's first call at T = 1 is traced once more, without compiling or running it, and served by the same
@@ -41,7 +44,7 @@ from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, TraceError
 from piecewise_graph.frontend.model_backend import ModelBackend
 from piecewise_graph.frontend.one_token import Signature, is_of_transformers, signature
-from piecewise_graph.frontend.token_dims import TokenDims
+from piecewise_graph.frontend.token_dims import BatchDims, TokenDims
 from piecewise_graph.frontend.untraced import untraced
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.side_channel import Purpose, TracedOnly
@@ -53,7 +56,11 @@ _HINT_TOKENS = 16
 
 
 def compile(
-    model: Callable[..., Any], *, token_dim: Mapping[str, int] | None = None, **options: Any
+    model: Callable[..., Any],
+    *,
+    token_dim: Mapping[str, int] | None = None,
+    batch_dim: Mapping[str, int] | None = None,
+    **options: Any,
 ) -> CompiledModel:
     """Compile `model` so that one trace serves every token count from 1 up.
 
@@ -62,6 +69,9 @@ def compile(
         token_dim: the dimension that counts tokens, per tensor argument, such as {"input_ids": 1}. Other
             tensor arguments with a dimension of the same size follow it. None: found by the names that
             transformers uses, or from a lone tensor argument of one dimension.
+        batch_dim: the dimension that counts requests, per tensor argument, such as {"input_ids": 0}, where it
+            varies too. Other tensor arguments with as many elements in that dimension follow it. Option
+            `batch_sizes` lists the batches to capture.
         options: fields of PiecewiseConfig.
 
     Returns:
@@ -71,19 +81,24 @@ def compile(
         ConfigError: unknown option or impossible value.
         TokenDimError: at a call, where the token dimension cannot be told.
     """
-    return CompiledModel(model, token_dim, PiecewiseConfig.from_options(options))
+    return CompiledModel(model, token_dim, PiecewiseConfig.from_options(options), batch_dim)
 
 
 class CompiledModel:
     """What pg.compile returns. Unknown attributes are the model's."""
 
     def __init__(
-        self, model: Callable[..., Any], token_dim: Mapping[str, int] | None, config: PiecewiseConfig
+        self,
+        model: Callable[..., Any],
+        token_dim: Mapping[str, int] | None,
+        config: PiecewiseConfig,
+        batch_dim: Mapping[str, int] | None = None,
     ) -> None:
         _torch.raise_recompile_limit()
         prepare(config.compiler, config.cache_dir)
         self._model = model
         self._finder = TokenDims(model, token_dim)
+        self._batch_dims = None if batch_dim is None else BatchDims(batch_dim)
         self.model_state = ModelState(config)
         self._traces: list[Callable[..., Any]] = []
         self._guarded: Callable[..., Any] | None = None
@@ -110,7 +125,9 @@ class CompiledModel:
             raise misplaced
         if count == 0:
             return self._without_tokens(leader, args, kwargs)
-        if not self._traces:
+        if self._batch_dims is not None:
+            _mark(tensors, self._batch_dims.find(tensors, dims))
+        elif not self._traces:
             self._traces.append(self._new_trace(guards="relaxed"))
             if count == 1:
                 self._trace_longer(args, kwargs, tensors, dims)
@@ -118,7 +135,7 @@ class CompiledModel:
             _mark(tensors, dims)
         known = len(self.model_state.signatures)
         try:
-            if count == 1 and not self._serves_one_token(args, kwargs):
+            if self._batch_dims is not None or (count == 1 and not self._serves_one_token(args, kwargs)):
                 result = self._answer_guarded(args, kwargs)
             else:
                 result = self._answer(args, kwargs, count)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piecewise_graph.errors import TokenDimError
+from piecewise_graph.errors import ConfigError, TokenDimError
 
 # Where transformers' models count tokens, from the last dimension. The first one present leads.
 _LEADERS = {"input_ids": -1, "inputs_embeds": -2}
@@ -56,7 +56,7 @@ class TokenDims:
             TokenDimError: nothing tells the token dimension, or the user named what is not there.
         """
         dims: dict[str, tuple[int, ...]] = {
-            n: (self._checked(n, d, tensors),) for n, d in self._given.items()
+            n: (_checked(n, d, tensors, "token_dim"),) for n, d in self._given.items()
         }
         dims = dims or _leader(tensors)
         leader = next(iter(dims))
@@ -71,13 +71,47 @@ class TokenDims:
                     dims[name] = following
         return dims
 
-    def _checked(self, name: str, dim: int, tensors: Mapping[str, Tensor]) -> int:
-        if name not in tensors:
-            raise TokenDimError.no_such_input(name, list(tensors))
-        shape = tensors[name].shape
-        if not -len(shape) <= dim < len(shape):
-            raise TokenDimError.no_such_dim(name, dim, shape)
-        return dim % len(shape)
+
+class BatchDims:
+    """Finds the dimensions that count requests.
+
+    Args:
+        batch_dim: argument name -> dimension, from the user.
+    """
+
+    def __init__(self, batch_dim: Mapping[str, int]) -> None:
+        if not batch_dim:
+            raise ConfigError.bad_value("batch_dim", batch_dim)
+        self._given = dict(batch_dim)
+
+    def find(
+        self, tensors: Mapping[str, Tensor], tokens: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, tuple[int, ...]]:
+        """Argument name -> its batch dimension, where it has more than one request.
+
+        Args:
+            tokens: the token dimensions of the same call.
+
+        Raises:
+            TokenDimError: the user named what is not there, or a dimension behind the tokens.
+        """
+        dims = {name: _checked(name, dim, tensors, "batch_dim") for name, dim in self._given.items()}
+        for name, dim in dims.items():
+            if any(dim >= other for other in tokens.get(name, ())):
+                raise TokenDimError.batch_behind_tokens(name, dim, tokens[name])
+        leader, at = next(iter(dims.items()))
+        rows = tensors[leader].shape[at]
+        following = {n: at for n, t in tensors.items() if t.ndim > at and t.shape[at] == rows}
+        return {name: (dim,) for name, dim in (following | dims).items() if rows > 1}
+
+
+def _checked(name: str, dim: int, tensors: Mapping[str, Tensor], option: str) -> int:
+    if name not in tensors:
+        raise TokenDimError.no_such_input(option, name, list(tensors))
+    shape = tensors[name].shape
+    if not -len(shape) <= dim < len(shape):
+        raise TokenDimError.no_such_dim(option, name, dim, shape)
+    return dim % len(shape)
 
 
 def _leader(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -242,14 +242,13 @@ def _exact(distinct: Sequence[CompiledSegment]) -> dict[int, tuple[str, ...]]:
 
 
 def _sizes(runtime: Runtime) -> str:
-    if runtime.program.token is None:
-        fixed = runtime.program.fixed
-        if fixed:
-            return ", ".join(f"{symbol} = {size}" for symbol, size in fixed.items())
-        return "fixed shapes" if not runtime.program.contract.symbols else "several dynamic sizes"
-    text = range_text(runtime.program.contract.ranges[0])
-    guards = [str(guard) for guard in runtime.program.contract.guards]
-    return text + (f", where {', '.join(guards)[:120]}" if guards else "")
+    program = runtime.program
+    fixed = ", ".join(f"{symbol} = {size}" for symbol, size in program.fixed.items())
+    if program.token is None:
+        return fixed or ("fixed shapes" if not program.contract.symbols else "several dynamic sizes")
+    guards = [str(guard) for guard in program.contract.guards]
+    where = f", where {', '.join(guards)[:120]}" if guards else ""
+    return (f"{fixed}, " if fixed else "") + range_text(program.contract.ranges[0]) + where
 
 
 def _trace_lines(number: int, trace: TraceReport) -> list[str]:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
+from piecewise_graph.compiler.build_program import at_sizes
+from piecewise_graph.compiler.program import Program
 from piecewise_graph.runtime.bound_addresses import Replaced
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.side_channel import Purpose
@@ -20,6 +22,7 @@ _MOST_RUNTIMES = 32  # of one trace, the latest used
 _MOST_SEEN = 64  # a combination that returns later than that would be dropped before it returns again
 
 Run = Callable[..., list[Any]]
+Make = Callable[[Program, Sequence[Any]], Run]
 Key = tuple[int, ...]
 
 
@@ -27,23 +30,31 @@ class ExactSizes:
     """The latest combinations of sizes of one trace, and what serves those that returned.
 
     Args:
-        make: what serves the sizes of a call, given them and its arguments.
+        program: of the trace.
         state: of the model.
     """
 
-    def __init__(self, make: Callable[[Sizes, Sequence[Any]], Run], state: ModelState) -> None:
-        self._make, self._state, self._lock = make, state, Lock()  # other threads call the model too
+    def __init__(self, program: Program, state: ModelState) -> None:
+        self._program, self._state = program, state
+        self._lock = Lock()  # other threads call the model too
         self._made: OrderedDict[Key, Run] = OrderedDict()
         self._seen: OrderedDict[Key, None] = OrderedDict()
 
-    def run(self, sizes: Sizes, args: Sequence[Any]) -> list[Any] | None:
-        """A call's outputs; None where its sizes are met for the first time, unless by pg.capture."""
-        purpose = self._state.channel.purpose
-        if self._state.config.cuda_graphs == "off" or purpose is Purpose.WARM_UP:
-            return None
+    def run(self, sizes: Sizes, args: Sequence[Any], make: Make) -> list[Any] | None:
+        """A call's outputs; None where its sizes are met for the first time, unless by pg.capture.
+
+        Args:
+            make: a program for one combination and a call's arguments -> its runtime.
+        """
+        at_once = self._state.channel.purpose is Purpose.CAPTURE
         key = tuple(sizes.values())
         with self._lock:
-            found = self._of(key, sizes, args, at_once=purpose is Purpose.CAPTURE)
+            found = self._made.get(key)
+            if found is None and (at_once or key in self._seen):
+                found = make(at_sizes(self._program, sizes), args)
+            _use(self._seen, key, None, _MOST_SEEN)
+            if found is not None:
+                _use(self._made, key, found, _MOST_RUNTIMES)
         if found is None:
             return None
         try:
@@ -51,15 +62,6 @@ class ExactSizes:
         except Replaced:  # a weight, before anything ran: it is as if the sizes came for the first time
             self._made.pop(key, None)
             return None
-
-    def _of(self, key: Key, sizes: Sizes, args: Sequence[Any], *, at_once: bool) -> Run | None:
-        found = self._made.get(key)
-        if found is None and (at_once or key in self._seen):
-            found = self._make(sizes, args)
-        _use(self._seen, key, None, _MOST_SEEN)
-        if found is not None:
-            _use(self._made, key, found, _MOST_RUNTIMES)
-        return found
 
 
 def _use(kept: OrderedDict[Key, Any], key: Key, value: Any, most: int) -> None:

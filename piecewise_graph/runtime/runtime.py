@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from piecewise_graph.compiler.build_program import at_sizes, has_exact_sizes, without_uncapturable
+from piecewise_graph.compiler.build_program import without_uncapturable
 from piecewise_graph.compiler.program import Program, in_layout, run_steps, write_back
 from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.graph_pool import capturing_elsewhere
@@ -31,9 +31,9 @@ from piecewise_graph.runtime.bucket_capture import capture_bucket
 from piecewise_graph.runtime.budget import over_budget, plan_before_capture, planned_bytes
 from piecewise_graph.runtime.captured_context import check_tokens
 from piecewise_graph.runtime.dispatch import Action, Decision, Situation, bucket_of, decide
-from piecewise_graph.runtime.exact_sizes import ExactSizes
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.replay import Replay
+from piecewise_graph.runtime.several_sizes import SeveralSizes
 from piecewise_graph.runtime.side_channel import Purpose, undoes_writes, undoing_writes
 from piecewise_graph.runtime.tapes import TapeSet
 from piecewise_graph.sizes import Sizes, kept
@@ -78,7 +78,7 @@ class Runtime:
             for size in self.sizes
             if program.token and program.contract.size_violation(program.sizes_at(size))
         )
-        self._exact = ExactSizes(self._at, state) if has_exact_sizes(program) else None
+        self._several = SeveralSizes.of(program, state)
         self._not_full = FULL.unsupported(program)
         self._piecewise, self._full, self._workspace = self._nothing_captured()
         state.add(self)
@@ -106,7 +106,7 @@ class Runtime:
                 return self(*args)
         sizes = self.program.contract.admit(args)
         self.state.channel.admitted()
-        if self._exact is not None and (outputs := self._exact.run(sizes, args)) is not None:
+        if self._several and (outputs := self._several.run(sizes, args, self._of)) is not None:
             return outputs
         num_tokens, context = self._count(sizes), get_forward_context()
         with self.pool.using() as nested:
@@ -117,15 +117,15 @@ class Runtime:
                 return self._decide_and_run(args, sizes, num_tokens, context)
             return self._replay(ready, args, context)
 
-    def _at(self, sizes: Sizes, args: Sequence[Any]) -> Runtime:
-        """A runtime of these sizes alone."""
-        program, bound = at_sizes(self.program, sizes), [(index, args[index]) for index in self.bound]
+    def _of(self, program: Program, args: Sequence[Any]) -> Runtime:
+        """A runtime of a form of this trace with fewer sizes."""
+        bound = [(index, args[index]) for index in self.bound]
         return Runtime(program, self.state, program.static_tokens, bound, self.objects)
 
     @property
     def blocked(self) -> str | None:
         """See `Trace`."""
-        return self.program.blocked if self._exact is None else None
+        return self.program.blocked if self._several is None else None
 
     def tapes_for(self, context: ForwardContext) -> TapeSet:
         """The tapes of the mode and key that `context` asks for."""

@@ -103,7 +103,7 @@ class SegmentBuilder:
         return self.sizes[size]
 
     def _enter_symbol(self, symbol: sympy.Symbol) -> Node:
-        size = _torch.size_of_symbol(_torch.shape_env_of(self.gm), symbol)
+        size = _torch.size_of(_torch.shape_env_of(self.gm), symbol)
         node: Node = self._enter(Size(symbol), size)
         return node
 

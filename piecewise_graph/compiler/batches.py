@@ -1,0 +1,118 @@
+"""Two sizes that vary, a batch and its tokens: which is which, and whether rows of a batch may be padded.
+
+Note [A batch of several sizes is proved twice]
+The proof of padding knows one symbol; a second one is taken for a number, and the trace is proved anew. Of a
+call of [B, T] that a replay pads to [b, t], two steps are shown. From [B, T] to [B, t]: the trace with the
+batch B bears padding of its tokens. From [B, t] to [b, t]: the trace with t tokens bears padding of its
+batch. A splitting op runs on live tokens of all b rows in between. Only ops that are known to compute each
+row of a batch by itself are let through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from piecewise_graph.compiler.build_program import fixed_in_a_call
+from piecewise_graph.compiler.fixed_sizes import Fixed
+from piecewise_graph.compiler.program import Program
+from piecewise_graph.compiler.prove_padding import prove_padding
+from piecewise_graph.config import PiecewiseConfig
+from piecewise_graph.sizes import TensorSpec
+from piecewise_graph.splitter.split_graph import OpCall, Ref, SplitGraph, references
+from piecewise_graph.splitter.splitting_ops import bind_arguments
+
+_ROW_WISE = "aten::scaled_dot_product_attention"
+
+
+@dataclass(frozen=True)
+class BatchedSizes:
+    """The sizes of a trace of [batch, tokens].
+
+    Attributes:
+        batch: one symbol, or several that a call gives one value: of the tokens, and of a mask that the model
+            broadcasts, for instance.
+        tokens: of each request.
+    """
+
+    batch: tuple[sympy.Symbol, ...]
+    tokens: sympy.Symbol
+
+    def at_batch(self, size: int) -> dict[sympy.Symbol, int]:
+        return dict.fromkeys(self.batch, size)
+
+    def at_tokens(self, count: int) -> dict[sympy.Symbol, int | sympy.Symbol]:
+        """One symbol of the batch is left."""
+        return {**dict.fromkeys(self.batch[1:], self.batch[0]), self.tokens: count}
+
+    def batch_dims(self, spec: TensorSpec) -> list[int]:
+        return [dim for symbol in self.batch for dim in spec.token_dims(symbol)]
+
+
+def batched_sizes(program: Program) -> BatchedSizes | None:
+    """Which symbols count requests, and which tokens; None where the tensors of a call do not tell.
+
+    They do where all that have two sizes that vary have the tokens behind the batch.
+    """
+    pairs: dict[sympy.Expr, sympy.Expr] = {}
+    for _, spec in program.split.activations:
+        places = tuple(dict.fromkeys(size for size in spec.shape if size.free_symbols))
+        if len(places) > 2 or not all(size.is_Symbol for size in places):
+            return None
+        if len(places) == 2:
+            pairs[places[0]] = places[1]
+    counts = set(pairs.values())
+    if len(counts) != 1 or {*pairs, *counts} != set(program.contract.symbols) or counts & set(pairs):
+        return None
+    return BatchedSizes(tuple(pairs), counts.pop())
+
+
+def cuts_to_rows(program: Program, sizes: BatchedSizes) -> bool:
+    """A call's arguments can be grown in their batch dimension, and its results cut back to views."""
+    results = [slot for slot in references(program.split.outputs) if slot >= len(program.split.inputs)]
+    made = [program.split.spec(slot) for slot in results]
+    given = [spec for _, spec in program.split.activations]
+    derived = any(spec.is_derived(symbol) for spec in (*given, *made) for symbol in sizes.batch)
+    varying = any(spec.strides_vary(symbol) for spec in made for symbol in sizes.batch)
+    return not derived and not varying and all(sizes.batch_dims(spec) in ([], [0]) for spec in made)
+
+
+def bears_padding(
+    program: Program, fixed: Fixed, args: Sequence[Any], config: PiecewiseConfig, largest: int
+) -> SplitGraph | None:
+    """The trace with the symbols of `fixed` taken for numbers, proved to bear padding; None where it is not.
+
+    Args:
+        args: of a call; what its integer buffers hold bounds them as indices.
+        largest: value of the symbol that is left.
+    """
+    traced, told = fixed_in_a_call(program, fixed), program.uncapturable
+    proved = prove_padding(traced, args, config.compiler, largest, unproved="exact", uncapturable=told)
+    random = any(facts.random for facts in proved.facts.values())
+    is_proved = len(proved.split.symbols) == 1 and proved.unpaddable is None and not proved.unproved
+    return proved.split if is_proved and not random else None
+
+
+def ops_are_row_wise(graph: SplitGraph, batch: sympy.Symbol) -> bool:
+    """Every splitting op computes each row of a batch from that row alone."""
+    return all(_is_row_wise(call, graph, batch) for call in graph.op_calls)
+
+
+def _is_row_wise(call: OpCall, graph: SplitGraph, batch: sympy.Symbol) -> bool:
+    given = dict(bind_arguments(call.target, call.args, call.kwargs))
+    if call.op.name != _ROW_WISE or given.get("dropout_p", 0.0) != 0.0:
+        return False
+    rows = [graph.spec(x.slot) for name in ("query", "key", "value") if isinstance(x := given.get(name), Ref)]
+    mask = given.get("attn_mask")
+    if isinstance(mask, Ref) and any(batch in size.free_symbols for size in graph.spec(mask.slot).shape):
+        rows.append(graph.spec(mask.slot))
+    return (
+        len(rows) > 2 and len({len(spec.shape) for spec in rows}) == 1 and all(_leads(x, batch) for x in rows)
+    )
+
+
+def _leads(spec: TensorSpec, batch: sympy.Symbol) -> bool:
+    return spec.token_dims(batch) == (0,) and not spec.is_derived(batch) and len(spec.shape) > 2

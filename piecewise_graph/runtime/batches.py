@@ -1,0 +1,148 @@
+"""Batches: runtimes for the batch sizes of a trace whose batch and tokens both vary.
+
+With its batch taken for a number, such a trace has one size, and buckets like any other. A batch between two
+sizes is padded where that is proved harmless (Note [A batch of several sizes is proved twice]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from piecewise_graph.buckets import bucket_for
+from piecewise_graph.compiler.batches import BatchedSizes, bears_padding, cuts_to_rows, ops_are_row_wise
+from piecewise_graph.compiler.build_program import at_batch
+from piecewise_graph.compiler.program import Program
+from piecewise_graph.context import get_forward_context
+from piecewise_graph.runtime.bound_addresses import Replaced
+from piecewise_graph.runtime.model_state import ModelState
+from piecewise_graph.runtime.side_channel import Purpose
+from piecewise_graph.sizes import Sizes, evaluate
+from piecewise_graph.splitter.split_graph import Ref, Size
+from piecewise_graph.telemetry import counters
+
+if TYPE_CHECKING:
+    from piecewise_graph.runtime.runtime import Runtime
+
+MakeRuntime = Callable[[Program, Sequence[Any]], "Runtime"]
+
+
+class Batches:
+    """Serves the calls of one trace by its batch sizes.
+
+    Args:
+        program: of the trace.
+        state: of the model.
+        sizes: which of its symbols is which.
+    """
+
+    def __init__(self, program: Program, state: ModelState, sizes: BatchedSizes) -> None:
+        self._program, self._state, self._symbols = program, state, sizes
+        self._cuts = cuts_to_rows(program, sizes)
+        self._lock = Lock()  # other threads call the model too
+        self._runtimes: dict[int, Runtime | None] = {}
+        self._seen: set[int] = set()
+        self._rows_proved: dict[int, bool] = {}  # by tokens
+        self._tokens_proved: dict[int, bool] = {}  # by rows
+
+    def run(self, sizes: Sizes, args: Sequence[Any], make: MakeRuntime) -> list[Any] | None:
+        """A call's outputs; None where no batch size serves it.
+
+        Args:
+            make: a program with one size and a call's arguments -> its runtime.
+        """
+        rows, *others = (sizes[symbol] for symbol in self._symbols.batch)
+        size = bucket_for(rows, self._state.config.batches)
+        if size is None or any(other != rows for other in others) or get_forward_context().full_graph:
+            return None
+        with self._lock:
+            runtime = self._at(size, sizes, args, make)
+            if runtime is None or not (size == rows or self._may_pad(runtime, size, sizes, args)):
+                return None
+        try:
+            if size == rows:
+                return runtime(*args)
+            outputs = runtime(*self._grown(args, rows, size))
+        except Replaced:  # a weight, before anything ran
+            self._runtimes.pop(size, None)
+            return None
+        counters.add("padded_batches")
+        return self._cut(outputs, args, sizes)
+
+    def _at(self, size: int, sizes: Sizes, args: Sequence[Any], make: MakeRuntime) -> Runtime | None:
+        """The runtime of a batch size: made when it returns, or at once where the caller named the sizes."""
+        if size in self._runtimes:
+            return self._runtimes[size]
+        state = self._state
+        at_once = state.config.batch_sizes is not None or state.channel.purpose is Purpose.CAPTURE
+        if not state.may_capture() or not (at_once or size in self._seen):
+            self._seen.add(size)
+            return None
+        self._runtimes[size] = runtime = self._made(size, sizes, args, make)
+        return runtime
+
+    def _made(self, size: int, sizes: Sizes, args: Sequence[Any], make: MakeRuntime) -> Runtime | None:
+        fixed = self._symbols.at_batch(size)
+        if self._program.contract.size_violation({**sizes, **fixed}) is not None:
+            return None
+        state = self._state
+        program = at_batch(self._program, fixed, args, state.config, state.compiled)
+        # To fake the ops for a batch may have shown that they fix the tokens, too.
+        return make(program, args) if program is not None and program.token == self._symbols.tokens else None
+
+    def _may_pad(self, runtime: Runtime, size: int, sizes: Sizes, args: Sequence[Any]) -> bool:
+        count, rows = sizes[self._symbols.tokens], sizes[self._symbols.batch[0]]
+        bucket = runtime.decide(count).bucket if self._cuts else None
+        if bucket is None or not self._bears_rows(bucket, args):
+            return False
+        apart = any(not step.padded for step in runtime.program.split.segments)
+        return bucket == count or (not apart and self._bears_tokens(rows, args))
+
+    def _bears_rows(self, count: int, args: Sequence[Any]) -> bool:
+        """At `count` tokens, padding of the batch is proved harmless."""
+        if count not in self._rows_proved:
+            fixed, config = self._symbols.at_tokens(count), self._state.config
+            graph = bears_padding(self._program, fixed, args, config, max(config.batches))
+            proved = graph is not None and ops_are_row_wise(graph, self._symbols.batch[0])
+            self._rows_proved[count] = proved
+        return self._rows_proved[count]
+
+    def _bears_tokens(self, rows: int, args: Sequence[Any]) -> bool:
+        """For a batch of `rows`, padding of the tokens is proved harmless."""
+        if rows not in self._tokens_proved:
+            fixed, config = self._symbols.at_batch(rows), self._state.config
+            graph = bears_padding(self._program, fixed, args, config, max(config.sizes))
+            self._tokens_proved[rows] = graph is not None
+        return self._tokens_proved[rows]
+
+    def _grown(self, args: Sequence[Any], rows: int, size: int) -> list[Any]:
+        """The arguments with copies of the first row behind the last one: values that the model can take."""
+        grown = list(args)
+        for index, given in enumerate(self._program.split.inputs[: len(args)]):
+            if given.symbol in self._symbols.batch:
+                grown[index] = size
+            elif given.spec is not None and not given.bound:
+                for dim in self._symbols.batch_dims(given.spec):
+                    first = grown[index].narrow(dim, 0, 1)
+                    grown[index] = torch.cat([grown[index], *[first] * (size - rows)], dim)
+        return grown
+
+    def _cut(self, outputs: Sequence[Any], args: Sequence[Any], sizes: Sizes) -> list[Any]:
+        """The results as a call without padding returns them."""
+        symbols, split = self._symbols, self._program.split
+
+        def cut(item: Any, value: Any) -> Any:
+            if isinstance(item, Size):
+                return evaluate(item.expr, sizes)
+            if not isinstance(item, Ref):
+                return value
+            if item.slot < len(args):
+                return args[item.slot]
+            leads = isinstance(value, Tensor) and symbols.batch_dims(split.spec(item.slot))
+            return value.narrow(0, 0, sizes[symbols.batch[0]]) if leads else value
+
+        return [cut(item, value) for item, value in zip(split.outputs, outputs, strict=True)]

@@ -1,0 +1,41 @@
+"""How calls of a trace of several sizes are served: by batch sizes with buckets, else by exact sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from piecewise_graph.compiler.batches import batched_sizes
+from piecewise_graph.compiler.build_program import has_exact_sizes
+from piecewise_graph.compiler.program import Program
+from piecewise_graph.runtime.batches import Batches, MakeRuntime
+from piecewise_graph.runtime.exact_sizes import ExactSizes
+from piecewise_graph.runtime.model_state import ModelState
+from piecewise_graph.runtime.side_channel import Purpose
+from piecewise_graph.sizes import Sizes
+
+
+class SeveralSizes:
+    """Runtimes of one size, or of none, for a trace of several; arguments: see `Batches`."""
+
+    def __init__(self, program: Program, state: ModelState) -> None:
+        self._state, batched = state, batched_sizes(program)
+        exact = ExactSizes(program, state)
+        self._ways = (exact,) if batched is None else (Batches(program, state, batched), exact)
+
+    @classmethod
+    def of(cls, program: Program, state: ModelState) -> SeveralSizes | None:
+        """None for a trace that has buckets, or that no graph can hold."""
+        return cls(program, state) if has_exact_sizes(program) else None
+
+    def run(self, sizes: Sizes, args: Sequence[Any], make: MakeRuntime) -> list[Any] | None:
+        """A call's outputs; None where it has to run without graphs.
+
+        Args:
+            make: a form of the program and a call's arguments -> its runtime. Not kept: nothing that a
+                runtime owns refers to it (per_model.py).
+        """
+        if self._state.config.cuda_graphs == "off" or self._state.channel.purpose is Purpose.WARM_UP:
+            return None
+        found = (way.run(sizes, args, make) for way in self._ways)
+        return next((outputs for outputs in found if outputs is not None), None)
