@@ -15,6 +15,8 @@ from torch import Tensor
 from piecewise_graph import _torch
 from piecewise_graph.errors import InputError
 
+_MOST_VIOLATIONS = 4096  # that a contract remembers
+
 Sizes = Mapping[sympy.Symbol, int]
 Range = tuple[int | None, int | None]
 
@@ -219,6 +221,8 @@ class ShapeContract:
         """Why the trace is not valid at `sizes` (a call's or a bucket's); None when it is."""
         key = tuple(sizes.values())
         if key not in self._violations:
+            if len(self._violations) >= _MOST_VIOLATIONS:
+                self._violations.clear()
             self._violations[key] = next(self._violated(sizes), None)
         return self._violations[key]
 

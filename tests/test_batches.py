@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from internals import traces
 from test_exact_sizes import Encoder, batch
 from torch import Tensor, nn
 from toys import WIDTH, assert_same, ops
@@ -223,11 +224,16 @@ def test_graphs_go_with_the_model(device: torch.device) -> None:
     fast = by_pg(model)
     for pair in PAIRS:
         fast(batch(pair, device))
-    gone = weakref.ref(model)
-    del model, fast
-    torch._dynamo.reset()
+    runtimes = [weakref.ref(runtime) for runtime in traces(fast)]
+    assert len(runtimes) > len(BATCHES)
     gc.collect()
-    assert gone() is None
+    gc.disable()
+    try:
+        del model, fast
+        torch._dynamo.reset()
+        assert not any(runtime() for runtime in runtimes)
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_a_batch_is_refused(device: torch.device) -> None:

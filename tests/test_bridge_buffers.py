@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -174,3 +175,27 @@ def test_memory_is_kept_for_results_that_lie_in_it_unannounced(compiler: str, de
         for count in (4, 8, 3, 8, 5, 4):
             x = rows(count, device)
             torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+class Counted(nn.Module):
+    """Writes what dropout in eval mode returned, which is its argument: a buffer, and the caller's tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+        self.register_buffer("calls", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dropout(self.calls).add_(1)
+        self.dropout(x)[:, 0].mul_(2)
+        return self.linear(x) + self.calls
+
+
+def test_what_dropout_returns_may_be_written(device: torch.device) -> None:
+    model = Counted().to(device).eval()
+    fast, expected = compiled(model, compiler="eager"), copy.deepcopy(model)
+    for count in (4, 4, 3, 8, 4):
+        x = rows(count, device)
+        mine, theirs = x.clone(), x.clone()
+        torch.testing.assert_close(fast(mine), expected(theirs), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close((mine, model.calls), (theirs, expected.calls))

@@ -208,3 +208,14 @@ def test_object_of_another_backend_is_refused(model: Blocks, device: torch.devic
 def test_model_that_was_not_compiled_is_refused(model: Blocks, device: torch.device) -> None:
     with pytest.raises(CaptureError, match="no piecewise trace"):
         captured(model, device)
+
+
+def test_models_of_one_class_are_captured_for_themselves(device: torch.device) -> None:
+    models = [Blocks().to(device) for _ in range(2)]
+    for model in models:
+        options = {"compiler": "eager", "capture_sizes": SIZES, "max_tokens": 8, "capture": "explicit"}
+        fast = torch.compile(model, backend="piecewise", options=options)
+        pg.capture(fast, lambda n: rows(n, device), progress=False)
+        with pg.counters.expect(replays=2, fallbacks=0):
+            for count in (4, 7):
+                fast(rows(count, device))

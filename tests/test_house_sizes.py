@@ -71,16 +71,16 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1173,
-    "_torch": 620,
+    "beside": 1176,
+    "_torch": 623,
     "kernels": 441,
     "splitter": 931,
     "analysis": 1592,
-    "compiler": 1550,
+    "compiler": 1577,
     "recorder": 1100,
-    "runtime": 1122,
+    "runtime": 1140,
     "inspection": 957,
-    "frontend": 1010,
+    "frontend": 1017,
     "custom_ops": 3216,
     "eagle": 2976,
     "bench": 646,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +32,26 @@ class Decoder(nn.Module):
         cache.index_copy_(0, places, h)
         length.add_(x.shape[0])
         return self.after(ops.mix(h + cache.sum(0)))
+
+
+class Summed(nn.Module):
+    """Works for any number of dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: Tensor) -> Tensor:
+        cache.add_(1.0)
+        return self.linear(ops.mix(x.flatten(0, -2))) + cache[0]
+
+
+class Columns(nn.Module):
+    """Writes a row and reads a column."""
+
+    def forward(self, x: Tensor, cache: Tensor) -> Tensor:
+        cache[0].add_(1.0)
+        return ops.mix(x) + cache[:, 0].sum()
 
 
 class Buffered(Decoder):
@@ -123,6 +145,40 @@ def test_any_order_of_caches_and_sizes(data: st.DataObject) -> None:
             check(fast, model, (n,), *pairs[which])
 
 
+@pytest.mark.parametrize("check_option", ["first", "off"])
+@pytest.mark.parametrize("several_sizes", [False, True])
+def test_caches_that_take_turns_keep_their_graphs(
+    check_option: str, several_sizes: bool, device: torch.device
+) -> None:
+    model = Summed().to(device)
+    options = {"compiler": "eager", "capture_sizes": [4, 8], "max_tokens": 8, "check": check_option}
+    fast = torch.compile(model, backend="piecewise", dynamic=several_sizes or None, options=options)
+    pairs = [(static_cache(device)[0], static_cache(device)[0]) for _ in range(2)]
+    calls = 5 * len(pairs)
+    with pg.counters.expect(tapes=len(pairs), **({} if several_sizes else {"replays": calls - len(pairs)})):
+        for mine, theirs in 5 * pairs:
+            x = torch.randn(2, 4, WIDTH, device=device)
+            same(fast(x, mine), model(x, theirs))
+            same(mine, theirs)
+
+
+def test_caches_that_come_and_go_leave_nothing_behind(device: torch.device) -> None:
+    model = Decoder().to(device)
+    fast = compiled(model, token_dim={"x": 0})
+
+    def watched() -> int:
+        gc.collect()
+        return sum(isinstance(item, weakref.finalize) for item in gc.get_objects()) + len(
+            weakref.finalize._registry  # type: ignore[attr-defined]
+        )
+
+    counts = []
+    for _ in range(40):
+        check(fast, model, (4,), static_cache(device), static_cache(device))
+        counts.append(watched())
+    assert counts[-1] == counts[-10]
+
+
 def test_capturing_and_planning_leave_them_as_they_were(device: torch.device) -> None:
     model = Buffered().to(device)
     model.cache.normal_()
@@ -151,6 +207,22 @@ def test_frozen_calls_write_the_cache_that_they_are_given(device: torch.device) 
     for index in (0, 1, 0, 0, 1, 1, 0):
         x = rows(4, device)
         same(frozen(x, *mine[index]), model(x, *theirs[index]))
+        same(mine, theirs)
+
+
+def test_a_frozen_call_tells_views_of_one_cache_apart(device: torch.device) -> None:
+    model = Columns().to(device)
+    fast = compiled(model, token_dim={"x": 0})
+    mine, theirs = (torch.zeros(WIDTH, WIDTH, device=device) for _ in range(2))
+    x = rows(4, device)
+    torch._dynamo.mark_static_address(mine)
+    frozen = pg.freeze(fast, x, mine)
+    model(x, theirs)  # freezing runs its example
+    turned = mine.t()
+    torch._dynamo.mark_static_address(turned)
+    for _ in range(2):
+        same(frozen(x, turned), model(x, theirs.t()))
+        same(frozen(x, mine), model(x, theirs))
         same(mine, theirs)
 
 

@@ -310,3 +310,10 @@ def test_without_shape_guards_one_trace_serves_one_token_and_other_guards_stay()
     model.train(not model.training)
     fast(torch.randn(5, 8))
     assert len(traced.graphs) > 1
+
+
+def test_tensors_that_share_a_storage_are_told(device: torch.device) -> None:
+    x = torch.zeros(4, 2, device=device)
+    assert _torch.share_storage(x, x[1:])
+    assert not _torch.share_storage(x, x.clone())
+    assert not _torch.share_storage(x, 3)

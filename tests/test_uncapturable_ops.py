@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +10,9 @@ import pytest
 import torch
 from internals import fail_capture
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from toys import WIDTH, compiled, ops, rows, watching
 
 import piecewise_graph as pg
-from piecewise_graph import _torch
-from piecewise_graph.analysis.facts import waits_for_device
 from piecewise_graph.graph_pool import GraphPool
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -246,6 +242,45 @@ def test_a_reset_tries_it_again(refusing: Any, captures: Captures, device: torch
         captures.allowed = True
 
 
+class Biased(nn.Module):
+    """An attribute that the caller assigns anew."""
+
+    def __init__(self, doubled: Any) -> None:
+        super().__init__()
+        self.linear, self.bias, self.doubled = nn.Linear(WIDTH, WIDTH), torch.zeros(WIDTH), doubled
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.doubled(self.linear(x).relu()) + self.bias
+
+
+@pytest.mark.usefixtures("captures")
+def test_the_trace_that_is_cut_anew_still_copies_what_changes_with_calls(
+    refusing: Any, device: torch.device
+) -> None:
+    model = Biased(refusing.doubled).to(device)
+    fast = compiled(model, token_dim={"x": 0}, padding="tried")
+    for number in range(6):
+        model.bias = torch.full((WIDTH,), float(number), device=device)
+        for _ in range(2):
+            x = rows(4, device)
+            same(fast(x), model(x))
+
+
+@pytest.mark.usefixtures("captures")
+def test_it_is_cut_out_of_a_combination_of_sizes(refusing: Any, device: torch.device) -> None:
+    linear = nn.Linear(WIDTH, WIDTH).to(device)
+
+    def model(x: Tensor) -> Tensor:
+        return refusing.doubled(linear(x).relu()) + x
+
+    options = {"compiler": "eager", "capture_sizes": [4, 8], "max_tokens": 8, "batch_sizes": ()}
+    fast = torch.compile(model, backend="piecewise", dynamic=True, options=options)
+    with pg.counters.expect(tapes=1, replays=2, failed_captures=0, fallbacks=1):
+        for _ in range(4):
+            x = torch.randn(2, 3, WIDTH, device=device)
+            same(fast(x), model(x))
+
+
 def test_a_capture_that_fails_for_another_reason_costs_its_bucket(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,54 +292,3 @@ def test_a_capture_that_fails_for_another_reason_costs_its_bucket(
         for n in (3, 4, 8, 7):
             x = rows(n, device)
             same(fast(x), model.before(x))
-
-
-@pytest.mark.parametrize(
-    ("formula", "waits"),
-    [
-        (lambda x: x.cpu(), "copies between host and device"),
-        (lambda x: x * torch.tensor(0.5), None),
-        (lambda x: x.clone().to(torch.float64), None),
-        (lambda x: grouped(x, torch.float32), "reads where groups end back to the host"),
-    ],
-    ids=["to the host", "a number", "on the device", "groups"],
-)
-def test_what_waits_is_told_from_fake_tensors(formula: Callable[[Tensor], Tensor], waits: str | None) -> None:
-    """Fake tensors have any device, so this holds without a GPU."""
-    found: list[str | None] = []
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        x = torch.empty(4, 16, device="cuda")
-        with _torch.observe_ops(lambda *call: found.append(waits_for_device(*call))):
-            formula(x)
-    assert [why for why in found if why is not None] == ([] if waits is None else [waits])
-
-
-def grouped(x: Tensor, dtype: torch.dtype) -> Tensor:
-    importlib.import_module("transformers.integrations.moe")  # it defines the op
-    ends = torch.empty(2, device=x.device, dtype=torch.int32)
-    found: Tensor = torch.ops.transformers.grouped_mm_fallback(x.to(dtype), x.new_empty(2, 16, 16), ends)
-    return found
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["copy", "groups"])
-def test_waits_inside_of_torchs_own_ops_are_known(kind: str, device: torch.device) -> None:
-    """A copy to the host, and groups of float32, whose ends transformers reads back."""
-    importlib.import_module("transformers.integrations.moe")  # it defines the op
-    linear = nn.Linear(16, 16).to(device)
-    weight = torch.randn(2, 16, 16, device=device)
-    ends = torch.tensor([1, 9], device=device, dtype=torch.int32)
-
-    def model(x: Tensor) -> Tensor:
-        h = linear(x)
-        if kind == "copy":
-            h = h.cpu().mul(2).to(x.device)
-        else:
-            h = torch.ops.transformers.grouped_mm_fallback(h, weight, ends)
-        return linear(h).relu()
-
-    fast = compiled(model, token_dim={"x": 0}, max_tokens=32, capture_sizes=[16, 32])
-    with pg.counters.expect(tapes=2, replays=3, failed_captures=0):
-        for n in (16, 17, 9, 30, 16):
-            x = torch.randn(n, 16, device=device)
-            same(fast(x), model(x))

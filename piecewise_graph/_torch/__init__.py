@@ -90,6 +90,7 @@ from piecewise_graph._torch.tensors import (
     is_plain_tensor as is_plain_tensor,
     is_same_view as is_same_view,
     is_wrapped as is_wrapped,
+    share_storage as share_storage,
     storage_holders as storage_holders,
     storage_id as storage_id,
     traced_functions as traced_functions,

@@ -54,6 +54,11 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def share_storage(one: Any, other: Any) -> bool:
+    """Both are tensors, and views of one storage."""
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and storage_id(one) == storage_id(other)
+
+
 def storage_holders(tensor: Tensor) -> int:
     """How many tensors, and storage objects of Python, hold the storage of `tensor`, itself included.
 

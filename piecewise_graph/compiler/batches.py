@@ -16,8 +16,8 @@ from typing import Any
 
 import sympy
 
-from piecewise_graph.compiler.build_program import fixed_in_a_call
 from piecewise_graph.compiler.fixed_sizes import Fixed
+from piecewise_graph.compiler.other_forms import fixed_in_a_call
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.prove_padding import prove_padding
 from piecewise_graph.config import PiecewiseConfig

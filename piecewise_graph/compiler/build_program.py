@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from piecewise_graph import _torch
-from piecewise_graph.compiler.blocked import WITHOUT_BUCKETS, blocked, blocked_at_any_size
-from piecewise_graph.compiler.fixed_sizes import Fixed, with_fixed_sizes
+from piecewise_graph.compiler.blocked import blocked
 from piecewise_graph.compiler.judge import ProvedGraph
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.prove_padding import Unproved, prove_padding
@@ -30,7 +28,7 @@ from piecewise_graph.splitter.merged_weights import Merge
 from piecewise_graph.splitter.source_names import readable_source
 from piecewise_graph.splitter.split import Unsplittable
 from piecewise_graph.splitter.split_graph import Ref, SegmentStep, SplitGraph, references
-from piecewise_graph.splitter.splitting_ops import bind_arguments, written_arguments
+from piecewise_graph.splitter.splitting_ops import bind_arguments, may_write, written_arguments
 
 log = logging.getLogger(__name__)
 
@@ -54,118 +52,52 @@ def build_program(
     is_whole = _torch.takes_all_sizes(gm)  # asked before segments are compiled, which may add sizes
     merged, merge = merge_linears(gm, example_inputs) if config.merge_linears else (gm, Merge())
     try:
-        proved = _proved(merged, example_inputs, config)
+        proved = prove(merged, example_inputs, config)
     except Unsplittable as error:
         return error.reason
-    graph = proved.split
+    graph, breaks = proved.split, _torch.returns_intermediates(gm)
     for op in graph.leaks:
         warnings.warn(LeakWarning.inside_segment(op), stacklevel=2)
-    segments = compile_split(graph, config.compiler, compiled, config.cache_dir, proved.keys, proved.facts)
-    writes, breaks = _writes_arguments(graph, segments), _torch.returns_intermediates(gm)
-    token = graph.symbols[0] if len(graph.symbols) == 1 else None
-    contract = _contract(gm, graph, is_whole)
     program = Program(
-        merged,
-        graph,
-        segments,
-        contract,
-        token,
-        None if contract.symbols else _static_tokens(graph),
-        _device(graph),
-        _last_use(graph, segments),
-        blocked(graph, segments, writes, breaks),
-        writes,
-        proved.unproved,
-        proved.unpaddable,
-        merge,
-        breaks,
-        tuple(map(readable_source, _torch.changed_objects())),
+        **compiled_fields(merged, proved, config, compiled, breaks=breaks, is_whole=is_whole),
+        device=_device(graph),
+        merge=merge,
+        breaks=breaks,
+        changed=tuple(map(readable_source, _torch.changed_objects())),
     )
-    _report(program)
+    report_split(program)
     return specialized(program, example_inputs, config, compiled)
 
 
-def without_uncapturable(
-    program: Program,
-    uncapturable: Mapping[str, str],
-    args: Sequence[Any],
-    config: PiecewiseConfig,
-    compiled: dict[str, CompiledSegment],
-) -> Program | None:
-    """The program with these nodes cut out of its segments; None where that is impossible, or no news.
-
-    Args:
-        uncapturable: names of nodes of `program.traced` that no graph can hold, and why.
-        args, config, compiled: see `build_program`; of `args` only what graphs read by address is used.
-    """
-    known = {**program.uncapturable, **uncapturable}
-    if len(known) == len(program.uncapturable):
-        return None
-    return _split_anew(program, program.traced, known, args, config, compiled)
-
-
-def at_batch(
-    program: Program,
-    sizes: Sizes,
-    args: Sequence[Any],
-    config: PiecewiseConfig,
-    compiled: dict[str, CompiledSegment],
-) -> Program | None:
-    """The program with the symbols of `sizes` taken for numbers; None where no graph can hold it.
-
-    Args:
-        args, config, compiled: see `without_uncapturable`.
-    """
-    traced, fixed = fixed_in_a_call(program, sizes), replace(program, fixed=dict(sizes))
-    return _split_anew(fixed, traced, program.uncapturable, args, config, compiled)
-
-
-def fixed_in_a_call(program: Program, sizes: Fixed) -> GraphModule:
-    """The program's trace with the symbols of `sizes` fixed."""
-    with _torch.functions_while_tracing():
-        return with_fixed_sizes(program.traced, sizes)
-
-
-def _split_anew(
-    program: Program,
+def compiled_fields(
     traced: GraphModule,
-    uncapturable: Mapping[str, str],
-    args: Sequence[Any],
+    proved: ProvedGraph,
     config: PiecewiseConfig,
     compiled: dict[str, CompiledSegment],
-) -> Program | None:
-    """`program` for another form of its trace, made in the middle of a call."""
-    with _torch.functions_while_tracing():
-        try:
-            proved = _proved(traced, args, config, uncapturable)
-        except Unsplittable:
-            return None
-        graph = proved.split
-        segments = compile_split(
-            graph, config.compiler, compiled, config.cache_dir, proved.keys, proved.facts
-        )
-        writes = _writes_arguments(graph, segments)
-        contract = _contract(traced, graph, program.contract.is_whole)
-        made = replace(
-            program,
-            traced=traced,
-            split=graph,
-            compiled=segments,
-            contract=contract,
-            token=graph.symbols[0] if len(graph.symbols) == 1 else None,
-            static_tokens=None if contract.symbols else _static_tokens(graph),
-            last_use=_last_use(graph, segments),
-            blocked=blocked(graph, segments, writes, program.breaks),
-            writes_arguments=writes,
-            unproved=proved.unproved,
-            unpaddable=proved.unpaddable,
-            uncapturable=uncapturable,
-        )
-        _report(made)
-        return None if made.blocked else specialized(made, args, config, compiled)
+    *,
+    breaks: bool,
+    is_whole: bool,
+) -> dict[str, Any]:
+    """The fields of a Program that follow from how its trace was split; the segments are compiled."""
+    graph = proved.split
+    segments = compile_split(graph, config.compiler, compiled, config.cache_dir, proved.keys, proved.facts)
+    writes, contract = writes_arguments(graph, segments), _contract(traced, graph, is_whole)
+    return {
+        "traced": traced,
+        "split": graph,
+        "compiled": segments,
+        "contract": contract,
+        "token": graph.symbols[0] if len(graph.symbols) == 1 else None,
+        "static_tokens": None if contract.symbols else static_tokens(graph),
+        "last_use": _last_use(graph, segments),
+        "blocked": blocked(graph, segments, writes, breaks),
+        "writes_arguments": writes,
+        "unproved": proved.unproved,
+        "unpaddable": proved.unpaddable,
+    }
 
 
-def _proved(
+def prove(
     gm: GraphModule,
     args: Sequence[Any],
     config: PiecewiseConfig,
@@ -177,7 +109,7 @@ def _proved(
     )
 
 
-def _report(program: Program) -> None:
+def report_split(program: Program) -> None:
     graph = program.split
     ops = ", ".join(f"{count} x {name}" for name, count in Counter(c.op.name for c in graph.op_calls).items())
     log.info(
@@ -193,37 +125,6 @@ def _for_unproved(config: PiecewiseConfig) -> Unproved:
     return "exact" if config.cuda_graphs == "off" else "cut"
 
 
-def with_activations(program: Program, indices: Collection[int]) -> Program:
-    """The program with arguments that were read by address copied instead, as activations are.
-
-    One that is written in place blocks replays: a replay would write the copy.
-    """
-    inputs = tuple(
-        replace(given, bound=given.bound and index not in indices)
-        for index, given in enumerate(program.split.inputs)
-    )
-    graph = replace(program.split, inputs=inputs)
-    writes = _writes_arguments(graph, program.compiled)
-    why = program.blocked or blocked(graph, program.compiled, writes, program.breaks)
-    return replace(program, split=graph, blocked=why, writes_arguments=writes)
-
-
-def has_exact_sizes(program: Program) -> bool:
-    """The trace has no buckets, and graphs can hold each combination of its sizes (`at_sizes`)."""
-    graph, known = program.split, set(program.contract.symbols)
-    return (
-        program.blocked in WITHOUT_BUCKETS
-        and all(spec.symbols <= known for spec in graph.specs if spec is not None)
-        and not blocked_at_any_size(graph, program.compiled, program.writes_arguments, program.breaks)
-    )
-
-
-def at_sizes(program: Program, sizes: Sizes) -> Program:
-    """The program for one combination of its sizes."""
-    tokens = _static_tokens(program.split, sizes)
-    return replace(program, token=None, fixed=dict(sizes), static_tokens=tokens, blocked=None)
-
-
 def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
     """Why a trace must be compiled as one graph."""
     tensors = [x for x in example_inputs if isinstance(x, Tensor)]
@@ -235,8 +136,19 @@ def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
         return "grad_enabled_inside"
     if not all(map(_torch.is_plain_tensor, tensors)):
         return "tensor_subclass"
+    if any(map(_is_written_dropout, gm.graph.nodes)):
+        return "writes_an_input"
     kinds = {x.device.type for x in tensors if torch.amp.is_autocast_available(x.device.type)}
     return "autocast" if any(map(torch.is_autocast_enabled, kinds)) else None
+
+
+def _is_written_dropout(node: Node) -> bool:
+    """Dropout in eval mode, traced as a copy, returns its argument, which what is written to it reaches."""
+    if node.target is not torch.nn.functional.dropout:
+        return False
+    made = _torch.example_value(node)
+    sharing = [n for n in node.graph.nodes if _torch.share_storage(_torch.example_value(n), made)]
+    return any(may_write(user) for n in sharing for user in n.users if user.args and user.args[0] is n)
 
 
 def _contract(gm: GraphModule, graph: SplitGraph, is_whole: bool) -> ShapeContract:
@@ -279,7 +191,7 @@ def _symbolic_dims(gm: GraphModule) -> frozenset[tuple[int, int]]:
     )
 
 
-def _static_tokens(graph: SplitGraph, sizes: Sizes | None = None) -> int:
+def static_tokens(graph: SplitGraph, sizes: Sizes | None = None) -> int:
     """Token count of a trace of fixed shapes, or at `sizes`, for limits and reports: its longest activation.
 
     The last dimension of a float activation holds features; integer ones (ids, positions) have none.
@@ -314,7 +226,7 @@ def _last_use(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> dic
     return last
 
 
-def _writes_arguments(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> bool:
+def writes_arguments(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> bool:
     """A segment or an op writes an argument that replays would copy.
 
     Tensors that are bound by address may be written (a KV cache in a module's buffer): it is the real one.

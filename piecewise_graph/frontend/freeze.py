@@ -26,7 +26,7 @@ from piecewise_graph.errors import AddressMovedError, FreezeError, MergedWeights
 from piecewise_graph.frontend.argument_names import describe, forward_signature, leaf_names
 from piecewise_graph.frontend.compile import CompiledModel
 from piecewise_graph.frontend.frozen_call import MISS, FrozenCall
-from piecewise_graph.frontend.frozen_trace import FrozenTrace, Observed, check_distinct, observe
+from piecewise_graph.frontend.frozen_trace import FrozenTrace, Observed, check_distinct, observe, place_of
 from piecewise_graph.frontend.one_token import is_of_transformers
 from piecewise_graph.frontend.state_lookup import original_of
 from piecewise_graph.frontend.untraced import untraced
@@ -95,7 +95,7 @@ class Frozen:
             return self._untraced_call(self, args, kwargs)
         known = (len(args), *kwargs) in self._flat_forms
         leaves = [*args, *kwargs.values()] if known else self._learn(args, kwargs)
-        if any(leaves[index].data_ptr() != address for index, address in self._trace.static):
+        if any(place_of(leaves[index]) != place for index, place in self._trace.static):
             return self._compiled(*args, **kwargs)  # another static cache: it has graphs of its own
         tensors = [leaves[index] for index, _ in self._trace.inputs]
         context = get_forward_context()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from piecewise_graph import _torch
@@ -48,6 +49,9 @@ def observe(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Obs
     return Observed(ran.trace, ran.args, ran.outputs, result)
 
 
+Place = tuple[int, torch.Size, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class FrozenTrace:
     """How calls map to one runtime.
@@ -57,7 +61,7 @@ class FrozenTrace:
         inputs: (index of the leaf in the caller's arguments, index in the graph's arguments) of activations.
         symbols: (index in the graph's arguments, graph argument and dimension that it is the size of).
         outputs: per leaf of the result (index into the graph's outputs or None, constant).
-        static: (index of the leaf in the caller's arguments, its address) of tensors that graphs read there.
+        static: (index of the leaf in the caller's arguments, `place_of` it) of what graphs read there.
         structure: of the result.
         signatures: of the model's graphs so far, where pg.compile traced them (one_token.py).
     """
@@ -67,7 +71,7 @@ class FrozenTrace:
     inputs: tuple[tuple[int, int], ...]
     symbols: tuple[tuple[int, int, int], ...]
     outputs: tuple[tuple[int | None, Any], ...]
-    static: tuple[tuple[int, int], ...]
+    static: tuple[tuple[int, Place | None], ...]
     structure: Any
     signatures: tuple[Signature, ...]
 
@@ -95,10 +99,15 @@ class FrozenTrace:
         )
 
 
-def _static_leaves(seen: Observed, leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+def place_of(leaf: Any) -> Place | None:
+    """Where a tensor lies, and which elements it is; None for anything else."""
+    return (leaf.data_ptr(), leaf.shape, leaf.stride()) if isinstance(leaf, Tensor) else None
+
+
+def _static_leaves(seen: Observed, leaves: Sequence[Any]) -> tuple[tuple[int, Place | None], ...]:
     bound = [tensor for _, tensor in seen.runtime.program.bound_arguments(seen.args)]
     return tuple(
-        (index, leaf.data_ptr())
+        (index, place_of(leaf))
         for index, leaf in enumerate(leaves)
         if isinstance(leaf, Tensor) and any(leaf is tensor for tensor in bound)
     )

@@ -8,7 +8,7 @@ import torch
 
 from piecewise_graph import _torch
 from piecewise_graph.frontend.compile import CompiledModel
-from piecewise_graph.runtime.model_state import ModelState, states_binding, states_from
+from piecewise_graph.runtime.model_state import ModelState, alive_ids, states_binding, states_from
 
 
 def original_of(compiled: Any) -> Any | None:
@@ -31,8 +31,11 @@ def state_of(compiled: Any) -> ModelState | None:
         return compiled.model_state
     original = original_of(compiled)
     if isinstance(original, torch.nn.Module):
-        found = list(states_binding([*original.parameters(), *original.buffers()]))
-        found += states_from(type(original).forward.__code__) if not found else []
+        tensors = [*original.parameters(), *original.buffers()]
+        found = list(states_binding([part for tensor in tensors for part in _torch.inner_tensors(tensor)]))
+        if not found:  # of its class, but not another module's
+            of_class = states_from(type(original).forward.__code__)
+            found = [state for state in of_class if not any(map(alive_ids, state.traces))]
     else:
         found = list(states_from(getattr(original, "__code__", None)))
     live = [state for state in found if state.traces]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from piecewise_graph.buckets import bucket_for
 from piecewise_graph.compiler.batches import BatchedSizes, bears_padding, cuts_to_rows, ops_are_row_wise
-from piecewise_graph.compiler.build_program import at_batch
+from piecewise_graph.compiler.other_forms import at_batch
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.context import get_forward_context
 from piecewise_graph.runtime.bound_addresses import Replaced

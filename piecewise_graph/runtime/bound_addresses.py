@@ -33,14 +33,26 @@ class BoundAddresses:
 
     Args:
         indices: which arguments are bound.
+        option: `PiecewiseConfig.check`.
+
+    Attributes:
+        compared: before a replay. What a trace writes is compared in any case: never to another's cache.
     """
 
-    def __init__(self, program: Program, indices: Sequence[int]) -> None:
+    def __init__(self, program: Program, indices: Sequence[int], option: str) -> None:
         self._program, self._indices = program, tuple(indices)
+        self.compared = option != "off" or bool(program.static_writes)
         self._known: _Known | None = None
 
     def remember(self, args: Sequence[Any]) -> None:
         self._known = _Known(self._found(args), tuple(weakref.ref(args[index]) for index in self._indices))
+
+    def settle(self, args: Sequence[Any]) -> None:
+        """`check`, or `remember` where nothing is known; raises like `check`."""
+        if self._known is None:
+            self.remember(args)
+        else:
+            self.check(args)
 
     def forget(self) -> None:
         """Nothing is captured any more."""

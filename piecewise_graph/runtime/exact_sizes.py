@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
-from piecewise_graph.compiler.build_program import at_sizes
+from piecewise_graph.compiler.other_forms import at_sizes
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.runtime.bound_addresses import Replaced
 from piecewise_graph.runtime.model_state import ModelState

@@ -12,7 +12,7 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any, Protocol, TypeAlias
 
@@ -38,13 +38,15 @@ class Trace(Protocol):
     """One graph that Dynamo traced, as the state of its model knows it.
 
     Attributes:
-        bound_ids: ids of the tensors that it reads by address.
+        bound: the tensors that it reads by address, by their argument index.
         fallbacks: reason -> calls served without a tape.
         blocked: why no call is ever replayed, or None.
     """
 
-    bound_ids: frozenset[int]
     fallbacks: Counter[str]
+
+    @property
+    def bound(self) -> Mapping[int, weakref.ref[Tensor]]: ...
 
     @property
     def blocked(self) -> str | None: ...
@@ -156,7 +158,12 @@ def state_for_trace(config: PiecewiseConfig, bound: Sequence[Tensor], code: Code
 def states_binding(tensors: Sequence[Tensor]) -> Iterator[ModelState]:
     """Live states with a trace that binds one of `tensors`, oldest first."""
     wanted = {id(tensor) for tensor in tensors}
-    return (state for state in all_states() if any(wanted & trace.bound_ids for trace in state.traces))
+    return (state for state in all_states() if any(wanted & alive_ids(trace) for trace in state.traces))
+
+
+def alive_ids(trace: Trace) -> set[int]:
+    """Ids of the tensors that it reads by address; those that died are left out, for an id is used again."""
+    return {id(tensor) for ref in trace.bound.values() if (tensor := ref()) is not None}
 
 
 def states_from(code: CodeType | None) -> Iterator[ModelState]:

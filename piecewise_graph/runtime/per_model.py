@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from piecewise_graph import _torch
-from piecewise_graph.compiler.build_program import with_activations
+from piecewise_graph.compiler.other_forms import with_activations
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.runtime.bound_addresses import Replaced
 from piecewise_graph.runtime.model_state import FindState
@@ -145,8 +145,11 @@ class _Runtimes(ABC):
             self._forget_oldest(key)
         # A tensor that dies takes its graphs along; the trace may have died before.
         drop = weakref.WeakMethod(self._drop)
-        for index in self._indices:
+        watchers = [
             weakref.finalize(args[index], _call, drop, key, weakref.ref(runtime), index in self._telling)
+            for index in self._indices
+        ]
+        weakref.finalize(runtime, _detach, watchers)  # weights outlive the runtimes of single caches
         return runtime
 
     def _forget_oldest(self, key: Key) -> None:
@@ -168,6 +171,11 @@ def _call(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
     found = method()
     if found is not None:
         found(*args)
+
+
+def _detach(watchers: Sequence[weakref.finalize[..., Any]]) -> None:
+    for watcher in watchers:
+        watcher.detach()
 
 
 class _WholeRuntimes(_Runtimes):

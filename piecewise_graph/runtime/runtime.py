@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from piecewise_graph.compiler.build_program import without_uncapturable
+from piecewise_graph.compiler.other_forms import without_uncapturable
 from piecewise_graph.compiler.program import Program, in_layout, run_steps, write_back
 from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.graph_pool import capturing_elsewhere
@@ -70,15 +70,14 @@ class Runtime:
         self.static_tokens = static_tokens
         self.fallbacks: Counter[str] = Counter()
         self.bound = {index: weakref.ref(tensor) for index, tensor in bound}
-        self.bound_ids = frozenset(id(tensor) for _, tensor in bound)
         self.generation = 0  # rises when a replay that was handed out may be out of date
-        self.addresses = BoundAddresses(program, [index for index, _ in bound])
+        self.addresses = BoundAddresses(program, list(self.bound), state.config.check)
         self.invalid = frozenset(
             size
             for size in self.sizes
             if program.token and program.contract.size_violation(program.sizes_at(size))
         )
-        self._several = SeveralSizes.of(program, state)
+        self._several = SeveralSizes.of(program, state, self.addresses)
         self._not_full = FULL.unsupported(program)
         self._piecewise, self._full, self._workspace = self._nothing_captured()
         state.add(self)
@@ -239,7 +238,7 @@ class Runtime:
 
     def _replay(self, ready: Replay, args: Sequence[Any], context: ForwardContext) -> list[Any]:
         config = self.state.config
-        ready.check(context, args if config.check != "off" else None)
+        ready.check(context, args if self.addresses.compared else None)
         ready.bound.copy_in.fill(args)
         outputs = ready.launch()
         # Behind a graph break, another trace of the model overwrites the memory that they share.
@@ -278,7 +277,7 @@ class Runtime:
         program, state, bucket = self.program, self.state, decision.bucket
         assert bucket is not None
         self.pool.join(program.device, self)
-        if state.config.check != "off":
+        if self.addresses.compared:
             self.addresses.check(args)
         tapes = self.tapes_for(context) if decision.mode is FULL else self._piecewise
         outcome = capture_bucket(

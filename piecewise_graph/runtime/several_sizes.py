@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from piecewise_graph.compiler.batches import batched_sizes
-from piecewise_graph.compiler.build_program import has_exact_sizes
+from piecewise_graph.compiler.other_forms import has_exact_sizes
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.runtime.batches import Batches, MakeRuntime
+from piecewise_graph.runtime.bound_addresses import BoundAddresses
 from piecewise_graph.runtime.exact_sizes import ExactSizes
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.side_channel import Purpose
@@ -16,17 +17,23 @@ from piecewise_graph.sizes import Sizes
 
 
 class SeveralSizes:
-    """Runtimes of one size, or of none, for a trace of several; arguments: see `Batches`."""
+    """Runtimes of one size, or of none, for a trace of several.
 
-    def __init__(self, program: Program, state: ModelState) -> None:
-        self._state, batched = state, batched_sizes(program)
+    Args:
+        program: of the trace.
+        state: of the model.
+        addresses: of the tensors that it binds; its runtimes bind the same ones.
+    """
+
+    def __init__(self, program: Program, state: ModelState, addresses: BoundAddresses) -> None:
+        self._state, self._addresses, batched = state, addresses, batched_sizes(program)
         exact = ExactSizes(program, state)
         self._ways = (exact,) if batched is None else (Batches(program, state, batched), exact)
 
     @classmethod
-    def of(cls, program: Program, state: ModelState) -> SeveralSizes | None:
+    def of(cls, program: Program, state: ModelState, addresses: BoundAddresses) -> SeveralSizes | None:
         """None for a trace that has buckets, or that no graph can hold."""
-        return cls(program, state) if has_exact_sizes(program) else None
+        return cls(program, state, addresses) if has_exact_sizes(program) else None
 
     def run(self, sizes: Sizes, args: Sequence[Any], make: MakeRuntime) -> list[Any] | None:
         """A call's outputs; None where it has to run without graphs.
@@ -34,8 +41,13 @@ class SeveralSizes:
         Args:
             make: a form of the program and a call's arguments -> its runtime. Not kept: nothing that a
                 runtime owns refers to it (per_model.py).
+
+        Raises:
+            AddressMovedError, Replaced: see `BoundAddresses.check`.
         """
         if self._state.config.cuda_graphs == "off" or self._state.channel.purpose is Purpose.WARM_UP:
             return None
+        if self._addresses.compared:
+            self._addresses.settle(args)
         found = (way.run(sizes, args, make) for way in self._ways)
         return next((outputs for outputs in found if outputs is not None), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ class UnsplitRuntime:
     ) -> None:
         self.run, self.blocked, self.state = run, reason, state
         self.fallbacks: Counter[str] = Counter()
-        self.bound_ids = frozenset(id(tensor) for _, tensor in bound)
+        self.bound = {index: weakref.ref(tensor) for index, tensor in bound}
         state.add(self)
 
     def __call__(self, *args: Any) -> Any:

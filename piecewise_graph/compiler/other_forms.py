@@ -1,0 +1,130 @@
+"""Other forms of a program, made when calls show what the trace did not tell.
+
+An op turns out to be uncapturable, an attribute changes with every call, a batch or a combination of sizes
+returns: the trace is cut anew, or taken for a narrower one. What was compiled is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import GraphModule
+
+from piecewise_graph import _torch
+from piecewise_graph.compiler.blocked import WITHOUT_BUCKETS, blocked, blocked_at_any_size
+from piecewise_graph.compiler.build_program import (
+    compiled_fields,
+    prove,
+    report_split,
+    static_tokens,
+    writes_arguments,
+)
+from piecewise_graph.compiler.fixed_sizes import Fixed, with_fixed_sizes
+from piecewise_graph.compiler.program import Program
+from piecewise_graph.compiler.segments import CompiledSegment
+from piecewise_graph.compiler.specialize import specialized
+from piecewise_graph.config import PiecewiseConfig
+from piecewise_graph.sizes import Sizes
+from piecewise_graph.splitter.split import Unsplittable
+
+
+def without_uncapturable(
+    program: Program,
+    uncapturable: Mapping[str, str],
+    args: Sequence[Any],
+    config: PiecewiseConfig,
+    compiled: dict[str, CompiledSegment],
+) -> Program | None:
+    """The program with these nodes cut out of its segments; None where that is impossible, or no news.
+
+    Args:
+        uncapturable: names of nodes of `program.traced` that no graph can hold, and why.
+        args, config, compiled: see `build_program`; of `args` only what graphs read by address is used.
+    """
+    known = {**program.uncapturable, **uncapturable}
+    if len(known) == len(program.uncapturable):
+        return None
+    made = _split_anew(program, program.traced, known, args, config, compiled)
+    if made is not None and program.fixed and program.token is None:
+        made = at_sizes(made, program.fixed) if has_exact_sizes(made) else None
+    return None if made is None or made.blocked else made
+
+
+def at_batch(
+    program: Program,
+    sizes: Sizes,
+    args: Sequence[Any],
+    config: PiecewiseConfig,
+    compiled: dict[str, CompiledSegment],
+) -> Program | None:
+    """The program with the symbols of `sizes` taken for numbers; None where no graph can hold it.
+
+    Args:
+        args, config, compiled: see `without_uncapturable`.
+    """
+    traced, fixed = fixed_in_a_call(program, sizes), replace(program, fixed=dict(sizes))
+    made = _split_anew(fixed, traced, program.uncapturable, args, config, compiled)
+    return None if made is None or made.blocked else made
+
+
+def fixed_in_a_call(program: Program, sizes: Fixed) -> GraphModule:
+    """The program's trace with the symbols of `sizes` fixed."""
+    with _torch.functions_while_tracing():
+        return with_fixed_sizes(program.traced, sizes)
+
+
+def _split_anew(
+    program: Program,
+    traced: GraphModule,
+    uncapturable: Mapping[str, str],
+    args: Sequence[Any],
+    config: PiecewiseConfig,
+    compiled: dict[str, CompiledSegment],
+) -> Program | None:
+    """`program` for another form of its trace, made in the middle of a call; None if it has to stay whole."""
+    with _torch.functions_while_tracing():
+        try:
+            proved = prove(traced, args, config, uncapturable)
+        except Unsplittable:
+            return None
+        pairs = zip(proved.split.inputs, program.split.inputs, strict=True)
+        inputs = tuple(replace(new, bound=old.bound) for new, old in pairs)  # see `with_activations`
+        proved = replace(proved, split=replace(proved.split, inputs=inputs))
+        breaks, is_whole = program.breaks, program.contract.is_whole
+        fields = compiled_fields(traced, proved, config, compiled, breaks=breaks, is_whole=is_whole)
+        made = replace(program, **fields, uncapturable=uncapturable)
+        report_split(made)
+        return specialized(made, args, config, compiled)
+
+
+def with_activations(program: Program, indices: Collection[int]) -> Program:
+    """The program with arguments that were read by address copied instead, as activations are.
+
+    One that is written in place blocks replays: a replay would write the copy.
+    """
+    inputs = tuple(
+        replace(given, bound=given.bound and index not in indices)
+        for index, given in enumerate(program.split.inputs)
+    )
+    graph = replace(program.split, inputs=inputs)
+    writes = writes_arguments(graph, program.compiled)
+    why = program.blocked or blocked(graph, program.compiled, writes, program.breaks)
+    return replace(program, split=graph, blocked=why, writes_arguments=writes)
+
+
+def has_exact_sizes(program: Program) -> bool:
+    """The trace has no buckets, and graphs can hold each combination of its sizes (`at_sizes`)."""
+    graph, known = program.split, set(program.contract.symbols)
+    return (
+        program.blocked in WITHOUT_BUCKETS
+        and all(spec.symbols <= known for spec in graph.specs if spec is not None)
+        and not blocked_at_any_size(graph, program.compiled, program.writes_arguments, program.breaks)
+    )
+
+
+def at_sizes(program: Program, sizes: Sizes) -> Program:
+    """The program for one combination of its sizes."""
+    tokens = static_tokens(program.split, sizes)
+    return replace(program, token=None, fixed=dict(sizes), static_tokens=tokens, blocked=None)
