@@ -57,6 +57,9 @@ def test_calls_replay_a_bucket_of_both(compile: Any, compiler: str, device: torc
             for pair in PAIRS:
                 x = batch(pair, device)
                 assert_same(fast(x), model(x))
+    requests = 2 * sum(rows for rows, _ in PAIRS)
+    ran = 2 * sum(bucket_for(rows, BATCHES) or 0 for rows, _ in PAIRS)
+    assert f"{requests} requests in batches of {ran} rows" in str(pg.explain(fast))
     assert [report.sizes.partition(",")[0][-4:] for report in pg.explain(fast).traces[1:]] == [" = 2", " = 4"]
 
 

@@ -245,10 +245,16 @@ def _sizes(runtime: Runtime) -> str:
     program = runtime.program
     fixed = ", ".join(f"{symbol} = {size}" for symbol, size in program.fixed.items())
     if program.token is None:
-        return fixed or ("fixed shapes" if not program.contract.symbols else "several dynamic sizes")
+        return fixed or ("fixed shapes" if not program.contract.symbols else _several_sizes(runtime))
     guards = [str(guard) for guard in program.contract.guards]
     where = f", where {', '.join(guards)[:120]}" if guards else ""
     return (f"{fixed}, " if fixed else "") + range_text(program.contract.ranges[0]) + where
+
+
+def _several_sizes(runtime: Runtime) -> str:
+    batches = runtime.several.batches if runtime.several is not None else None
+    served = f", {batches.requests} requests in batches of {batches.rows} rows" if batches is not None else ""
+    return f"several dynamic sizes{served}"
 
 
 def _trace_lines(number: int, trace: TraceReport) -> list[str]:

@@ -38,12 +38,17 @@ class Batches:
         program: of the trace.
         state: of the model.
         sizes: which of its symbols is which.
+
+    Attributes:
+        requests: of the calls that were served so far.
+        rows: that these calls ran, padding included.
     """
 
     def __init__(self, program: Program, state: ModelState, sizes: BatchedSizes) -> None:
         self._program, self._state, self._symbols = program, state, sizes
         self._cuts = cuts_to_rows(program, sizes)
         self._lock = Lock()  # other threads call the model too
+        self.requests = self.rows = 0
         self._runtimes: dict[int, Runtime | None] = {}
         self._seen: set[int] = set()
         self._rows_proved: dict[int, bool] = {}  # by tokens
@@ -61,8 +66,9 @@ class Batches:
             return None
         with self._lock:
             runtime = self._at(size, sizes, args, make)
-            if runtime is None or not (size == rows or self._may_pad(runtime, size, sizes, args)):
+            if runtime is None or not (size == rows or self._may_pad(runtime, sizes, args)):
                 return None
+            self.requests, self.rows = self.requests + rows, self.rows + size
         try:
             if size == rows:
                 return runtime(*args)
@@ -94,7 +100,8 @@ class Batches:
         # To fake the ops for a batch may have shown that they fix the tokens, too.
         return make(program, args) if program is not None and program.token == self._symbols.tokens else None
 
-    def _may_pad(self, runtime: Runtime, size: int, sizes: Sizes, args: Sequence[Any]) -> bool:
+    def _may_pad(self, runtime: Runtime, sizes: Sizes, args: Sequence[Any]) -> bool:
+        """The call may run with more rows than it has; see the note on proving it twice."""
         count, rows = sizes[self._symbols.tokens], sizes[self._symbols.batch[0]]
         bucket = runtime.decide(count).bucket if self._cuts else None
         if bucket is None or not self._bears_rows(bucket, args):

@@ -77,7 +77,7 @@ class Runtime:
             for size in self.sizes
             if program.token and program.contract.size_violation(program.sizes_at(size))
         )
-        self._several = SeveralSizes.of(program, state, self.addresses)
+        self.several = SeveralSizes.of(program, state, self.addresses)
         self._not_full = FULL.unsupported(program)
         self._piecewise, self._full, self._workspace = self._nothing_captured()
         state.add(self)
@@ -105,7 +105,7 @@ class Runtime:
                 return self(*args)
         sizes = self.program.contract.admit(args)
         self.state.channel.admitted()
-        if self._several and (outputs := self._several.run(sizes, args, self._of)) is not None:
+        if self.several and (outputs := self.several.run(sizes, args, self._of)) is not None:
             return outputs
         num_tokens, context = self._count(sizes), get_forward_context()
         with self.pool.using() as nested:
@@ -124,7 +124,7 @@ class Runtime:
     @property
     def blocked(self) -> str | None:
         """See `Trace`."""
-        return self.program.blocked if self._several is None else None
+        return self.program.blocked if self.several is None else None
 
     def tapes_for(self, context: ForwardContext) -> TapeSet:
         """The tapes of the mode and key that `context` asks for."""

@@ -23,12 +23,15 @@ class SeveralSizes:
         program: of the trace.
         state: of the model.
         addresses: of the tensors that it binds; its runtimes bind the same ones.
+
+    Attributes:
+        batches: None where nothing tells the batch from the tokens.
     """
 
     def __init__(self, program: Program, state: ModelState, addresses: BoundAddresses) -> None:
         self._state, self._addresses, batched = state, addresses, batched_sizes(program)
-        exact = ExactSizes(program, state)
-        self._ways = (exact,) if batched is None else (Batches(program, state, batched), exact)
+        self._exact = ExactSizes(program, state)
+        self.batches = None if batched is None else Batches(program, state, batched)
 
     @classmethod
     def of(cls, program: Program, state: ModelState, addresses: BoundAddresses) -> SeveralSizes | None:
@@ -49,5 +52,5 @@ class SeveralSizes:
             return None
         if self._addresses.compared:
             self._addresses.settle(args)
-        found = (way.run(sizes, args, make) for way in self._ways)
-        return next((outputs for outputs in found if outputs is not None), None)
+        outputs = self.batches.run(sizes, args, make) if self.batches is not None else None
+        return self._exact.run(sizes, args, make) if outputs is None else outputs
