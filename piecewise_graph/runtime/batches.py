@@ -103,7 +103,7 @@ class Batches:
     def _may_pad(self, runtime: Runtime, sizes: Sizes, args: Sequence[Any]) -> bool:
         """The call may run with more rows than it has; see the note on proving it twice."""
         count, rows = sizes[self._symbols.tokens], sizes[self._symbols.batch[0]]
-        bucket = runtime.decide(count).bucket if self._cuts else None
+        bucket = _bucket(runtime, count) if self._cuts else None
         if bucket is None or not self._bears_rows(bucket, args):
             return False
         apart = any(not step.padded for step in runtime.program.split.segments)
@@ -153,3 +153,9 @@ class Batches:
             return value.narrow(0, 0, sizes[symbols.batch[0]]) if leads else value
 
         return [cut(item, value) for item, value in zip(split.outputs, outputs, strict=True)]
+
+
+def _bucket(runtime: Runtime, count: int) -> int | None:
+    """The bucket of tokens that such a call replays, or captures first; None where it runs compiled."""
+    ready = runtime.replay_for(count, get_forward_context())
+    return runtime.decide(count).bucket if ready is None else ready.captured.tape.bucket
