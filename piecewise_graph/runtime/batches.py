@@ -8,27 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from piecewise_graph.buckets import bucket_for
-from piecewise_graph.compiler.batches import BatchedSizes, bears_padding, cuts_to_rows, ops_are_row_wise
+from piecewise_graph.compiler.batched_sizes import BatchedSizes, bears_padding, cuts_to_rows, ops_are_row_wise
 from piecewise_graph.compiler.other_forms import at_batch
 from piecewise_graph.compiler.program import Program
-from piecewise_graph.context import get_forward_context
+from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.runtime.bound_addresses import Replaced
+from piecewise_graph.runtime.dispatch import Decision
 from piecewise_graph.runtime.model_state import ModelState
+from piecewise_graph.runtime.replay import Replay
 from piecewise_graph.runtime.side_channel import Purpose
 from piecewise_graph.sizes import Sizes, evaluate
 from piecewise_graph.splitter.split_graph import Ref, Size
 from piecewise_graph.telemetry import counters
 
-if TYPE_CHECKING:
-    from piecewise_graph.runtime.runtime import Runtime
 
-MakeRuntime = Callable[[Program, Sequence[Any]], "Runtime"]
+class OneSize(Protocol):
+    """What Batches asks of the `Runtime` of a batch size."""
+
+    program: Program
+
+    def __call__(self, *args: Any) -> list[Any]: ...
+
+    def decide(self, num_tokens: int) -> Decision: ...
+
+    def replay_for(self, num_tokens: int, context: ForwardContext) -> Replay | None: ...
+
+
+MakeRuntime = Callable[[Program, Sequence[Any]], OneSize]
 
 
 class Batches:
@@ -49,7 +61,7 @@ class Batches:
         self._cuts = cuts_to_rows(program, sizes)
         self._lock = Lock()  # other threads call the model too
         self.requests = self.rows = 0
-        self._runtimes: dict[int, Runtime | None] = {}
+        self._runtimes: dict[int, OneSize | None] = {}
         self._seen: set[int] = set()
         self._rows_proved: dict[int, bool] = {}  # by tokens
         self._tokens_proved: dict[int, bool] = {}  # by rows
@@ -79,7 +91,7 @@ class Batches:
         counters.add("padded_batches")
         return self._cut(outputs, args, sizes)
 
-    def _at(self, size: int, sizes: Sizes, args: Sequence[Any], make: MakeRuntime) -> Runtime | None:
+    def _at(self, size: int, sizes: Sizes, args: Sequence[Any], make: MakeRuntime) -> OneSize | None:
         """The runtime of a batch size: made when it returns, or at once where the caller named the sizes."""
         if size in self._runtimes:
             return self._runtimes[size]
@@ -91,7 +103,7 @@ class Batches:
         self._runtimes[size] = runtime = self._made(size, sizes, args, make)
         return runtime
 
-    def _made(self, size: int, sizes: Sizes, args: Sequence[Any], make: MakeRuntime) -> Runtime | None:
+    def _made(self, size: int, sizes: Sizes, args: Sequence[Any], make: MakeRuntime) -> OneSize | None:
         fixed = self._symbols.at_batch(size)
         if self._program.contract.size_violation({**sizes, **fixed}) is not None:
             return None
@@ -100,7 +112,7 @@ class Batches:
         # To fake the ops for a batch may have shown that they fix the tokens, too.
         return make(program, args) if program is not None and program.token == self._symbols.tokens else None
 
-    def _may_pad(self, runtime: Runtime, sizes: Sizes, args: Sequence[Any]) -> bool:
+    def _may_pad(self, runtime: OneSize, sizes: Sizes, args: Sequence[Any]) -> bool:
         """The call may run with more rows than it has; see the note on proving it twice."""
         count, rows = sizes[self._symbols.tokens], sizes[self._symbols.batch[0]]
         bucket = _bucket(runtime, count) if self._cuts else None
@@ -155,7 +167,7 @@ class Batches:
         return [cut(item, value) for item, value in zip(split.outputs, outputs, strict=True)]
 
 
-def _bucket(runtime: Runtime, count: int) -> int | None:
+def _bucket(runtime: OneSize, count: int) -> int | None:
     """The bucket of tokens that such a call replays, or captures first; None where it runs compiled."""
     ready = runtime.replay_for(count, get_forward_context())
     return runtime.decide(count).bucket if ready is None else ready.captured.tape.bucket

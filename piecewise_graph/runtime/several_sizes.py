@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from piecewise_graph.compiler.batches import batched_sizes
+from piecewise_graph.compiler.batched_sizes import batched_sizes
 from piecewise_graph.compiler.other_forms import has_exact_sizes
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.runtime.batches import Batches, MakeRuntime
