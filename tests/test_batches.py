@@ -148,6 +148,13 @@ MODELS: dict[str, Callable[[Tensor], Any]] = {
         else (x - x.mean((0, 1))) / x.std((0, 1))
     ),
     "views of one result": _two_views,
+    "at most 16 rows": lambda x: (x * 2).reshape(-1, WIDTH)[:16],
+    "rows dealt out anew": lambda x: (x * 2).reshape(x.shape[1], x.shape[0], WIDTH) + 1,
+    "groups of five rows": lambda x: (x * 2).flatten(0, 1).split(5)[0],
+    "four rows of batches": lambda x: (x * 2).flatten(0, 1)[:4].reshape(4, WIDTH),
+    "max of the batch": lambda x: x * max(x.shape[0], 3),
+    "min of the batch": lambda x: x * min(x.shape[0], 3),
+    "max of both": lambda x: x * torch.sym_max(x.shape[1], x.shape[0]),
 }
 
 

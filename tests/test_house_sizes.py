@@ -72,13 +72,13 @@ def rooms_below() -> dict[str, set[str]]:
 # "beside" are the core's files beside its packages.
 BUDGETS = {
     "beside": 1176,
-    "_torch": 623,
+    "_torch": 639,
     "kernels": 441,
     "splitter": 931,
     "analysis": 1592,
-    "compiler": 1577,
+    "compiler": 1590,
     "recorder": 1100,
-    "runtime": 1150,
+    "runtime": 1174,
     "inspection": 961,
     "frontend": 1017,
     "custom_ops": 3216,

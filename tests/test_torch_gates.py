@@ -322,3 +322,14 @@ def test_propagation_of_fake_values_keeps_sizes_symbols() -> None:
 
     torch.compile(lambda x: x * 2, backend=backend, dynamic=True)(torch.ones(5, 7))
     assert seen == [(True, 3, True)]
+
+
+def test_conditions_on_sizes_are_undone() -> None:
+    def undone(gm: GraphModule) -> tuple[bool, bool]:
+        env, size = _torch.shape_env_of(gm), first_size(gm)
+        before = _torch.shape_guards(env), range_of(gm)
+        with _torch.conditions_undone(env):
+            is_assumed = size < 40 and (_torch.shape_guards(env), range_of(gm)) != before
+        return is_assumed, (_torch.shape_guards(env), range_of(gm)) == before
+
+    assert trace(lambda x: x * 2, dynamic(6, 8), look=undone).seen == [(True, True)]

@@ -72,6 +72,7 @@ from piecewise_graph._torch.settings import (
 from piecewise_graph._torch.symbols import (
     add_size as add_size,
     assume as assume,
+    conditions_undone as conditions_undone,
     expression as expression,
     has_unknown_size as has_unknown_size,
     holds as holds,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
@@ -124,3 +125,20 @@ def holds(shape_env: Any, condition: sympy.Basic) -> bool:
 def assume(shape_env: Any, condition: sympy.Basic) -> None:
     """Make a condition that holds part of what the trace relies on."""
     shape_env.evaluate_expr(condition)
+
+
+@contextmanager
+def conditions_undone(shape_env: Any) -> Iterator[None]:
+    """What work on the trace assumes of its sizes inside of the block is forgotten at its end."""
+    guards, ranges = list(shape_env.guards), dict(shape_env.var_to_range)
+    replacements, divisible = dict(shape_env.replacements), set(shape_env.divisible)
+    try:
+        yield
+    finally:
+        shape_env.guards[:] = guards
+        for kept, was in ((shape_env.var_to_range, ranges), (shape_env.replacements, replacements)):
+            kept.clear()
+            kept.update(was)
+        shape_env.divisible.clear()
+        shape_env.divisible.update(divisible)
+        shape_env._update_version_counter()

@@ -16,13 +16,15 @@ from typing import Any
 
 import sympy
 
+from piecewise_graph import _torch
+from piecewise_graph.compiler.build_program import contract_of
 from piecewise_graph.compiler.fixed_sizes import Fixed
 from piecewise_graph.compiler.other_forms import fixed_in_a_call
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.prove_padding import prove_padding
 from piecewise_graph.config import PiecewiseConfig
-from piecewise_graph.sizes import TensorSpec
-from piecewise_graph.splitter.split_graph import OpCall, Ref, SplitGraph, references
+from piecewise_graph.sizes import ShapeContract, TensorSpec
+from piecewise_graph.splitter.split_graph import OpCall, Ref, Size, SplitGraph, references
 from piecewise_graph.splitter.splitting_ops import bind_arguments
 
 _ROW_WISE = "aten::scaled_dot_product_attention"
@@ -80,30 +82,42 @@ def cuts_to_rows(program: Program, sizes: BatchedSizes) -> bool:
     return not derived and not varying and all(sizes.batch_dims(spec) in ([], [0]) for spec in made)
 
 
-def bears_padding(
-    program: Program, fixed: Fixed, args: Sequence[Any], config: PiecewiseConfig, largest: int
-) -> SplitGraph | None:
-    """The trace with the symbols of `fixed` taken for numbers, proved to bear padding; None where it is not.
+def proof_of_padding(
+    program: Program,
+    fixed: Fixed,
+    args: Sequence[Any],
+    config: PiecewiseConfig,
+    largest: int,
+    *,
+    batch: sympy.Symbol | None = None,
+) -> ShapeContract | None:
+    """For which sizes the trace is proved to bear padding of its last symbol, the others taken for numbers.
 
     Args:
+        fixed: what the others are taken for.
         args: of a call; what its integer buffers hold bounds them as indices.
         largest: value of the symbol that is left.
+        batch: the symbol that is left, where it counts requests: every splitting op has to compute each row
+            from that row alone.
+
+    Returns:
+        None where it is not proved.
     """
-    traced, told = fixed_in_a_call(program, fixed), program.uncapturable
-    proved = prove_padding(traced, args, config.compiler, largest, unproved="exact", uncapturable=told)
+    told, env = program.uncapturable, _torch.shape_env_of(program.traced)
+    with _torch.conditions_undone(env), _torch.functions_while_tracing():
+        traced = fixed_in_a_call(program, fixed)
+        proved = prove_padding(traced, args, config.compiler, largest, unproved="exact", uncapturable=told)
+        contract = contract_of(traced, proved.split, is_whole=True)
     random = any(facts.random for facts in proved.facts.values())
-    is_proved = len(proved.split.symbols) == 1 and proved.unpaddable is None and not proved.unproved
-    return proved.split if is_proved and not random else None
-
-
-def ops_are_row_wise(graph: SplitGraph, batch: sympy.Symbol) -> bool:
-    """Every splitting op computes each row of a batch from that row alone."""
-    return all(_is_row_wise(call, graph, batch) for call in graph.op_calls)
+    is_proved = len(contract.symbols) == 1 and proved.unpaddable is None and not proved.unproved
+    row_wise = batch is None or all(_is_row_wise(call, proved.split, batch) for call in proved.split.op_calls)
+    return contract if is_proved and row_wise and not random else None
 
 
 def _is_row_wise(call: OpCall, graph: SplitGraph, batch: sympy.Symbol) -> bool:
     given = dict(bind_arguments(call.target, call.args, call.kwargs))
-    if call.op.name != _ROW_WISE or given.get("dropout_p", 0.0) != 0.0:
+    counted = any(isinstance(x, Size) and batch in x.expr.free_symbols for x in given.values())
+    if counted or call.op.name != _ROW_WISE or given.get("dropout_p", 0.0) != 0.0:
         return False
     rows = [graph.spec(x.slot) for name in ("query", "key", "value") if isinstance(x := given.get(name), Ref)]
     mask = given.get("attn_mask")

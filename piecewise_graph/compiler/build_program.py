@@ -81,7 +81,7 @@ def compiled_fields(
     """The fields of a Program that follow from how its trace was split; the segments are compiled."""
     graph = proved.split
     segments = compile_split(graph, config.compiler, compiled, config.cache_dir, proved.keys, proved.facts)
-    writes, contract = writes_arguments(graph, segments), _contract(traced, graph, is_whole)
+    writes, contract = writes_arguments(graph, segments), contract_of(traced, graph, is_whole)
     return {
         "traced": traced,
         "split": graph,
@@ -151,7 +151,8 @@ def _is_written_dropout(node: Node) -> bool:
     return any(may_write(user) for n in sharing for user in n.users if user.args and user.args[0] is n)
 
 
-def _contract(gm: GraphModule, graph: SplitGraph, is_whole: bool) -> ShapeContract:
+def contract_of(gm: GraphModule, graph: SplitGraph, is_whole: bool) -> ShapeContract:
+    """For which arguments the trace is valid, as far as is known by now."""
     shape_env = _torch.shape_env_of(gm)
     symbolic = _symbolic_dims(gm)
     dims = [

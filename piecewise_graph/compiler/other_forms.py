@@ -64,8 +64,10 @@ def at_batch(
     Args:
         args, config, compiled: see `without_uncapturable`.
     """
-    traced, fixed = fixed_in_a_call(program, sizes), replace(program, fixed=dict(sizes))
-    made = _split_anew(fixed, traced, program.uncapturable, args, config, compiled)
+    fixed = replace(program, fixed=dict(sizes))
+    with _torch.conditions_undone(_torch.shape_env_of(program.traced)):  # they hold for these sizes alone
+        traced = fixed_in_a_call(program, sizes)
+        made = _split_anew(fixed, traced, program.uncapturable, args, config, compiled)
     return None if made is None or made.blocked else made
 
 

@@ -6,15 +6,17 @@ sizes is padded where that is proved harmless (Note [A batch of several sizes is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from piecewise_graph import _torch
 from piecewise_graph.buckets import bucket_for
-from piecewise_graph.compiler.batched_sizes import BatchedSizes, bears_padding, cuts_to_rows, ops_are_row_wise
+from piecewise_graph.compiler.batched_sizes import BatchedSizes, cuts_to_rows, proof_of_padding
 from piecewise_graph.compiler.other_forms import at_batch
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.context import ForwardContext, get_forward_context
@@ -23,9 +25,12 @@ from piecewise_graph.runtime.dispatch import Decision
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.replay import Replay
 from piecewise_graph.runtime.side_channel import Purpose
-from piecewise_graph.sizes import Sizes, evaluate
+from piecewise_graph.sizes import ShapeContract, Sizes, evaluate
 from piecewise_graph.splitter.split_graph import Ref, Size
 from piecewise_graph.telemetry import counters
+
+log = logging.getLogger(__name__)
+Made = TypeVar("Made")
 
 
 class OneSize(Protocol):
@@ -63,8 +68,8 @@ class Batches:
         self.requests = self.rows = 0
         self._runtimes: dict[int, OneSize | None] = {}
         self._seen: set[int] = set()
-        self._rows_proved: dict[int, bool] = {}  # by tokens
-        self._tokens_proved: dict[int, bool] = {}  # by rows
+        self._rows_proved: dict[int, ShapeContract | None] = {}  # by the bucket of tokens
+        self._tokens_proved: dict[int, ShapeContract | None] = {}  # by rows
 
     def run(self, sizes: Sizes, args: Sequence[Any], make: MakeRuntime) -> list[Any] | None:
         """A call's outputs; None where no batch size serves it.
@@ -78,7 +83,10 @@ class Batches:
             return None
         with self._lock:
             runtime = self._at(size, sizes, args, make)
-            if runtime is None or not (size == rows or self._may_pad(runtime, sizes, args)):
+            # To fake the ops for a batch may have shown that they hold for some counts of tokens only.
+            if runtime is None or runtime.program.contract.size_violation(self._tokens_of(sizes)) is not None:
+                return None
+            if not (size == rows or self._may_pad(runtime, size, sizes, args)):
                 return None
             self.requests, self.rows = self.requests + rows, self.rows + size
         try:
@@ -108,34 +116,39 @@ class Batches:
         if self._program.contract.size_violation({**sizes, **fixed}) is not None:
             return None
         state = self._state
-        program = at_batch(self._program, fixed, args, state.config, state.compiled)
-        # To fake the ops for a batch may have shown that they fix the tokens, too.
+        program = _or_none(lambda: at_batch(self._program, fixed, args, state.config, state.compiled))
         return make(program, args) if program is not None and program.token == self._symbols.tokens else None
 
-    def _may_pad(self, runtime: OneSize, sizes: Sizes, args: Sequence[Any]) -> bool:
+    def _tokens_of(self, sizes: Sizes) -> Sizes:
+        return {self._symbols.tokens: sizes[self._symbols.tokens]}
+
+    def _may_pad(self, runtime: OneSize, size: int, sizes: Sizes, args: Sequence[Any]) -> bool:
         """The call may run with more rows than it has; see the note on proving it twice."""
         count, rows = sizes[self._symbols.tokens], sizes[self._symbols.batch[0]]
         bucket = _bucket(runtime, count) if self._cuts else None
-        if bucket is None or not self._bears_rows(bucket, args):
+        if bucket is None or not _covers(self._proof_for_rows(bucket, args), rows, size):
             return False
         apart = any(not step.padded for step in runtime.program.split.segments)
-        return bucket == count or (not apart and self._bears_tokens(rows, args))
+        return bucket == count or (not apart and _covers(self._proof_for_tokens(rows, args), count, bucket))
 
-    def _bears_rows(self, count: int, args: Sequence[Any]) -> bool:
-        """At `count` tokens, padding of the batch is proved harmless."""
-        if count not in self._rows_proved:
-            fixed, config = self._symbols.at_tokens(count), self._state.config
-            graph = bears_padding(self._program, fixed, args, config, max(config.batches))
-            proved = graph is not None and ops_are_row_wise(graph, self._symbols.batch[0])
-            self._rows_proved[count] = proved
-        return self._rows_proved[count]
+    def _proof_for_rows(self, bucket: int, args: Sequence[Any]) -> ShapeContract | None:
+        """At `bucket` tokens, the batches whose padding is proved harmless."""
+        if bucket not in self._rows_proved:
+            fixed, config, batch = self._symbols.at_tokens(bucket), self._state.config, self._symbols.batch[0]
+            most = max(config.batches)
+            self._rows_proved[bucket] = _or_none(
+                lambda: proof_of_padding(self._program, fixed, args, config, most, batch=batch)
+            )
+        return self._rows_proved[bucket]
 
-    def _bears_tokens(self, rows: int, args: Sequence[Any]) -> bool:
-        """For a batch of `rows`, padding of the tokens is proved harmless."""
+    def _proof_for_tokens(self, rows: int, args: Sequence[Any]) -> ShapeContract | None:
+        """For a batch of `rows`, the counts of tokens whose padding is proved harmless."""
         if rows not in self._tokens_proved:
             fixed, config = self._symbols.at_batch(rows), self._state.config
-            graph = bears_padding(self._program, fixed, args, config, max(config.sizes))
-            self._tokens_proved[rows] = graph is not None
+            most = max(config.sizes)
+            self._tokens_proved[rows] = _or_none(
+                lambda: proof_of_padding(self._program, fixed, args, config, most)
+            )
         return self._tokens_proved[rows]
 
     def _grown(self, args: Sequence[Any], rows: int, size: int) -> list[Any]:
@@ -171,3 +184,22 @@ def _bucket(runtime: OneSize, count: int) -> int | None:
     """The bucket of tokens that such a call replays, or captures first; None where it runs compiled."""
     ready = runtime.replay_for(count, get_forward_context())
     return runtime.decide(count).bucket if ready is None else ready.captured.tape.bucket
+
+
+def _covers(proof: ShapeContract | None, *values: int) -> bool:
+    """What the proof relies on holds for these values of its one symbol."""
+    if proof is None:
+        return False
+    (symbol,) = proof.symbols
+    return all(proof.size_violation({symbol: value}) is None for value in values)
+
+
+def _or_none(make: Callable[[], Made | None]) -> Made | None:
+    """What `make` makes; None where the ops cannot be faked at the sizes that it takes for the call's."""
+    try:
+        return make()
+    except Exception as error:  # whatever it is: the call has another way
+        if _torch.is_dynamo_control_flow(error):
+            raise
+        log.info("no batch of its own: %s", error)
+        return None
