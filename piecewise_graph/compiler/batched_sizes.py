@@ -18,8 +18,7 @@ import sympy
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler.build_program import contract_of
-from piecewise_graph.compiler.fixed_sizes import Fixed
-from piecewise_graph.compiler.other_forms import fixed_in_a_call
+from piecewise_graph.compiler.fixed_sizes import Fixed, with_fixed_sizes
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.prove_padding import prove_padding
 from piecewise_graph.config import PiecewiseConfig
@@ -105,7 +104,7 @@ def proof_of_padding(
     """
     told, env = program.uncapturable, _torch.shape_env_of(program.traced)
     with _torch.conditions_undone(env), _torch.functions_while_tracing():
-        traced = fixed_in_a_call(program, fixed)
+        traced = with_fixed_sizes(program.traced, fixed)
         proved = prove_padding(traced, args, config.compiler, largest, unproved="exact", uncapturable=told)
         contract = contract_of(traced, proved.split, is_whole=True)
     random = any(facts.random for facts in proved.facts.values())

@@ -26,9 +26,9 @@ def with_fixed_sizes(gm: GraphModule, sizes: Fixed) -> GraphModule:
     """
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
-    copy, env = GraphModule(gm, graph), _torch.shape_env_of(gm)
+    copy, env, mode = GraphModule(gm, graph), _torch.shape_env_of(gm), _torch.fake_mode_of(gm)
     given = _torch.argument_values(gm)
-    _torch.propagate_fake(copy, _fixed(given, sizes, env, _torch.fake_mode_of(gm)), _torch.fake_mode_of(gm))
+    _torch.propagate_fake(copy, _fixed(given, sizes, env, mode), mode)
     for node in list(graph.nodes):
         value = _torch.example_value(node)
         if node.op != "output" and type(value) is int:

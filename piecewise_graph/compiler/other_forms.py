@@ -21,7 +21,7 @@ from piecewise_graph.compiler.build_program import (
     static_tokens,
     writes_arguments,
 )
-from piecewise_graph.compiler.fixed_sizes import Fixed, with_fixed_sizes
+from piecewise_graph.compiler.fixed_sizes import with_fixed_sizes
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.compiler.specialize import specialized
@@ -65,16 +65,11 @@ def at_batch(
         args, config, compiled: see `without_uncapturable`.
     """
     fixed = replace(program, fixed=dict(sizes))
-    with _torch.conditions_undone(_torch.shape_env_of(program.traced)):  # they hold for these sizes alone
-        traced = fixed_in_a_call(program, sizes)
+    env = _torch.shape_env_of(program.traced)
+    with _torch.conditions_undone(env), _torch.functions_while_tracing():  # they hold for these sizes alone
+        traced = with_fixed_sizes(program.traced, sizes)
         made = _split_anew(fixed, traced, program.uncapturable, args, config, compiled)
     return None if made is None or made.blocked else made
-
-
-def fixed_in_a_call(program: Program, sizes: Fixed) -> GraphModule:
-    """The program's trace with the symbols of `sizes` fixed."""
-    with _torch.functions_while_tracing():
-        return with_fixed_sizes(program.traced, sizes)
 
 
 def _split_anew(

@@ -217,3 +217,29 @@ def as_promised(op: str, result: Any, spec: TensorSpec, sizes: Sizes) -> Tensor:
     kept = spec.empty(sizes)
     overwrite(kept, result)
     return kept
+
+
+def as_returned(
+    program: Program,
+    outputs: Sequence[Any],
+    args: Sequence[Any],
+    sizes: Sizes,
+    own: Callable[[int, Any], Any],
+) -> list[Any]:
+    """What a padded forward returned, as the call without padding returns it.
+
+    Args:
+        outputs: of the padded forward.
+        args: of the call; an output may be one of them.
+        sizes: of the call.
+        own: slot of a tensor that the forward made, and the tensor -> its live rows.
+    """
+
+    def returned(item: Any, value: Any) -> Any:
+        if isinstance(item, Size):
+            return evaluate(item.expr, sizes)
+        if not isinstance(item, Ref):
+            return value
+        return args[item.slot] if item.slot < len(args) else own(item.slot, value)
+
+    return [returned(item, value) for item, value in zip(program.split.outputs, outputs, strict=True)]

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 from piecewise_graph import _torch
-from piecewise_graph.compiler.program import Program, run_steps
+from piecewise_graph.compiler.program import Program, as_returned, run_steps
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import SplittingOpError
 from piecewise_graph.recorder.padding import UNPROVEN, Trial, padding_reason, probe_size
 from piecewise_graph.recorder.padding_proofs import trial_key
 from piecewise_graph.recorder.static_buffers import narrow
 from piecewise_graph.recorder.workspace import Workspace
-from piecewise_graph.sizes import evaluate, overwrite
+from piecewise_graph.sizes import overwrite
 from piecewise_graph.splitter.split_graph import Opaque, OpCall, Ref, SegmentStep, Size
 from piecewise_graph.splitter.splitting_ops import bind_arguments, written_arguments
 
@@ -153,17 +153,11 @@ def live_rows(workspace: Workspace, padded: Sequence[Any], args: Sequence[Any], 
     program = workspace.program
     sizes, ours = program.sizes_at(num_tokens), workspace.inputs.storages()
 
-    def live(item: Any, value: Any) -> Any:
-        if isinstance(item, Size):
-            return evaluate(item.expr, sizes)
-        if not isinstance(item, Ref):
-            return value
-        if item.slot < len(args):
-            return args[item.slot]
-        rows = narrow(value, program.split.spec(item.slot), program, num_tokens)
+    def live(slot: int, value: Any) -> Any:
+        rows = narrow(value, program.split.spec(slot), program, num_tokens)
         return rows.clone() if _torch.storage_id(rows) in ours else rows
 
-    return [live(item, value) for item, value in zip(program.split.outputs, padded, strict=True)]
+    return as_returned(program, padded, args, sizes, live)
 
 
 def _run_exact(

@@ -18,15 +18,14 @@ from piecewise_graph import _torch
 from piecewise_graph.buckets import bucket_for
 from piecewise_graph.compiler.batched_sizes import BatchedSizes, cuts_to_rows, proof_of_padding
 from piecewise_graph.compiler.other_forms import at_batch
-from piecewise_graph.compiler.program import Program
+from piecewise_graph.compiler.program import Program, as_returned
 from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.runtime.bound_addresses import Replaced
 from piecewise_graph.runtime.dispatch import Decision
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.replay import Replay
 from piecewise_graph.runtime.side_channel import Purpose
-from piecewise_graph.sizes import ShapeContract, Sizes, evaluate
-from piecewise_graph.splitter.split_graph import Ref, Size
+from piecewise_graph.sizes import ShapeContract, Sizes
 from piecewise_graph.telemetry import counters
 
 log = logging.getLogger(__name__)
@@ -165,19 +164,13 @@ class Batches:
 
     def _cut(self, outputs: Sequence[Any], args: Sequence[Any], sizes: Sizes) -> list[Any]:
         """The results as a call without padding returns them."""
-        symbols, split = self._symbols, self._program.split
+        requests, split = sizes[self._symbols.batch[0]], self._program.split
 
-        def cut(item: Any, value: Any) -> Any:
-            if isinstance(item, Size):
-                return evaluate(item.expr, sizes)
-            if not isinstance(item, Ref):
-                return value
-            if item.slot < len(args):
-                return args[item.slot]
-            leads = isinstance(value, Tensor) and symbols.batch_dims(split.spec(item.slot))
-            return value.narrow(0, 0, sizes[symbols.batch[0]]) if leads else value
+        def live(slot: int, value: Any) -> Any:
+            leads = isinstance(value, Tensor) and self._symbols.batch_dims(split.spec(slot))
+            return value.narrow(0, 0, requests) if leads else value
 
-        return [cut(item, value) for item, value in zip(split.outputs, outputs, strict=True)]
+        return as_returned(self._program, outputs, args, sizes, live)
 
 
 def _bucket(runtime: OneSize, count: int) -> int | None:
