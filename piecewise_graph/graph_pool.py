@@ -223,19 +223,13 @@ class GraphPool:
         return call
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed.
-
-        When ending it fails too, torch leaves the random generators in capture state, where the next
-        random op anywhere would raise; an empty capture that succeeds takes them out of it.
-        """
+        """End a capture that failed; ending it may fail, too."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch remarks that the graph is empty
             try:
                 graph.capture_end()
             except RuntimeError:
-                empty = torch.cuda.CUDAGraph()
-                empty.capture_begin(capture_error_mode="thread_local")
-                empty.capture_end()
+                _torch.forget_capture(self._pool_handle())
 
     def _pool_handle(self) -> Any:
         assert self._memory is not None

@@ -31,6 +31,14 @@ class FailsInCapture(Attention):
         return torch.ops.gpu_tests.host_sync(super().forward(x))
 
 
+class FailsTwice(Attention):
+    """Two such ops, and one between them that a graph can hold."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.gpu_tests.host_sync(super().forward(x))
+        return torch.ops.gpu_tests.host_sync(y.relu())
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _library():
     library = torch.library.Library("gpu_tests", "FRAGMENT")
@@ -107,6 +115,30 @@ def test_an_op_whose_capture_fails_runs_between_graphs_and_nothing_else_breaks()
     other_compiled(x)
     with pg.counters.expect(replays=1):
         torch.testing.assert_close(other_compiled(x), other(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_ops_that_fail_in_one_segment_are_told_from_those_between_them():
+    model, compiled = build(FailsTwice, padding="tried")
+    with pg.counters.expect(failed_captures=0, tapes=1, replays=2, fallbacks=0):
+        for tokens in (5, 6, 7):
+            x = inputs(tokens)
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    told = "; ".join(pg.explain(compiled).traces[0].padding.values())
+    assert "gpu_tests::host_sync (its capture fails: " in told
+    assert "relu" not in told
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.cpu, torch.Tensor.item, repr], ids=["copy", "item", "print"])
+def test_a_pool_serves_after_captures_that_failed(read):
+    pool, x = pg.GraphPool(), torch.ones(1, device="cuda")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="captur"):
+            pool.capture_call(lambda: read(x + 1), device="cuda")
+    double = pool.capture_call(lambda: x.mul_(2), device="cuda")
+    double()
+    assert x.item() == 4  # doubled as a warm-up and by the replay; a capture runs nothing
+    torch.rand(3, device="cuda")  # the generator is not left in capture state
 
 
 @torch.no_grad()

@@ -71,8 +71,8 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1176,
-    "_torch": 639,
+    "beside": 1174,
+    "_torch": 646,
     "kernels": 441,
     "splitter": 931,
     "analysis": 1592,

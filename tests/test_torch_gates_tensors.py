@@ -138,6 +138,25 @@ def test_pool_bytes_keeps_the_references_to_its_id() -> None:
 
 
 @pytest.mark.gpu
+def test_a_capture_that_cannot_be_ended_is_forgotten(device: torch.device) -> None:
+    pool, x, stream = torch.cuda.MemPool(), torch.ones(1, device=device), torch.cuda.Stream()
+    failed, good = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        failed.capture_begin(pool.id, capture_error_mode="thread_local")
+        with pytest.raises(RuntimeError):
+            (x + 1).item()
+        with pytest.raises(RuntimeError):
+            failed.capture_end()
+        _torch.forget_capture(pool.id)
+        good.capture_begin(pool.id, capture_error_mode="thread_local")
+        y = x + 1
+        good.capture_end()
+        good.replay()
+        assert y.item() == 2
+        assert torch.rand(3, device=device).max() < 1
+
+
+@pytest.mark.gpu
 def test_cublas_workspaces_can_be_cleared(device: torch.device) -> None:
     a = torch.randn(256, 256, device=device)
     wanted = a @ a

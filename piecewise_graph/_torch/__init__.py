@@ -19,6 +19,7 @@ from piecewise_graph._torch.compilers import (
 from piecewise_graph._torch.device import (
     capturing as capturing,
     clear_cublas_workspaces as clear_cublas_workspaces,
+    forget_capture as forget_capture,
     named_range as named_range,
     pool_bytes as pool_bytes,
     stream_address as stream_address,

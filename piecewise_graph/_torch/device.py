@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -43,6 +43,20 @@ def pool_bytes(pool_id: tuple[int, int]) -> int:
         warnings.simplefilter("ignore")
         segments = torch.cuda.memory_snapshot(asked[:2], include_traces=asked[2])
     return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool_id))
+
+
+def forget_capture(pool_id: tuple[int, int]) -> None:
+    """Put right what a capture into this pool leaves that could not be ended, on the current stream.
+
+    torch 2.11 goes on allocating from the pool, and no capture into it can begin; later versions end that
+    themselves (pytorch PR 180395), and complain here. All leave the random generators in capture state, where
+    the next random op anywhere raises; an empty capture that succeeds takes them out of it.
+    """
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool_id)
+    empty = torch.cuda.CUDAGraph()
+    empty.capture_begin(capture_error_mode="thread_local")
+    empty.capture_end()
 
 
 def named_range(name: str) -> AbstractContextManager[Any]:
