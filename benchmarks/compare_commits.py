@@ -7,8 +7,9 @@ A process of one and a process of the other take turns, three each; who is first
 Host time depends more on the core, its clock and its neighbours than on the commit, so the two processes that
 time frozen calls live side by side on one core, and time ten rounds each by turns. Every figure of the new
 commit is held against the old one: the ratio of medians has to be at most 1.02, or within the spread that the
-old commit shows against itself. A run that was cut short keeps the turns that it has; `--resume` makes the
-others, on the same machine.
+old commit shows against itself. Two processes of one commit differ, too: with `--control` a second process of
+the old commit takes part in the turns on that core, and its times belong to the old commit's spread. A run
+that was cut short keeps the turns that it has; `--resume` makes the others, on the same machine.
 """
 
 from __future__ import annotations
@@ -66,19 +67,25 @@ def figures(name: str, rows: Sequence[Mapping[str, Any]]) -> Figures:
     return found
 
 
-def compared(old: Sequence[Figures], new: Sequence[Figures]) -> tuple[list[dict[str, Any]], list[Mark]]:
+def compared(
+    old: Sequence[Figures], new: Sequence[Figures], control: Sequence[Figures] = ()
+) -> tuple[list[dict[str, Any]], list[Mark]]:
     """A row and a mark per figure.
 
     Args:
         old, new: one entry per turn, all with the same names.
+        control: the same of the old commit's second process, for the figures that it measures.
     """
     rows, marks = [], []
     for name in old[0]:
-        before, after = [turn[name] for turn in old], [turn[name] for turn in new]
+        turns = {
+            f"{side}_turns": [turn[name] for turn in found if name in turn]
+            for side, found in (("old", old), ("new", new), ("control", control))
+        }
+        before = turns["old_turns"] + turns["control_turns"]
         median = statistics.median(before)
-        row: dict[str, Any] = {"figure": name, "old": median, "new": statistics.median(after)}
-        row |= {"ratio": row["new"] / median, "old_spread": max(before) / median}
-        row |= {"old_turns": before, "new_turns": after}
+        row: dict[str, Any] = {"figure": name, "old": median, "new": statistics.median(turns["new_turns"])}
+        row |= {"ratio": row["new"] / median, "old_spread": max(before) / median, **turns}
         rows.append(row)
         marks.append(Mark(f"{name}, new / old", row["ratio"], max(LIMIT, row["old_spread"])))
     return rows, marks
@@ -86,9 +93,14 @@ def compared(old: Sequence[Figures], new: Sequence[Figures]) -> tuple[list[dict[
 
 @dataclass(frozen=True)
 class Side:
-    """One commit: the folder of its installed copy. What one process compiles there, the next one finds."""
+    """One commit: the folder of its installed copy. What one process compiles there, the next one finds.
+
+    Attributes:
+        control: whether this is the old commit's second process, of the benchmarks on one core alone.
+    """
 
     folder: Path
+    control: bool = False
 
     def start(self, runs: Mapping[str, str], core: int | None = None) -> Process:
         """A process that runs these benchmarks; with a core, it waits for its turns (commit_child.py)."""
@@ -108,11 +120,12 @@ class Side:
         """What its last processes have measured."""
         measured: Figures = {}
         for name in names:
-            measured |= figures(name, json.loads(self._file(name).read_text())["rows"])
+            if name in _SIDE_BY_SIDE or not self.control:
+                measured |= figures(name, json.loads(self._file(name).read_text())["rows"])
         return measured
 
     def _file(self, name: str) -> Path:
-        return self.folder / "measured" / f"{name}.json"
+        return self.folder / ("control" if self.control else "measured") / f"{name}.json"
 
 
 def measure(sides: Sequence[Side], runs: Mapping[str, str]) -> list[Figures]:
@@ -123,8 +136,9 @@ def measure(sides: Sequence[Side], runs: Mapping[str, str]) -> list[Figures]:
     """
     alone = {name: text for name, text in runs.items() if name not in _SIDE_BY_SIDE}
     together = {name: text for name, text in runs.items() if name in _SIDE_BY_SIDE}
-    for side in sides if alone else ():
-        _ended(side.start(alone))
+    for side in sides:
+        if alone and not side.control:
+            _ended(side.start(alone))
     if together:
         core = max(os.sched_getaffinity(0))
         _side_by_side([side.start(together, core) for side in sides])
@@ -165,8 +179,8 @@ def _ended(process: Process) -> None:
         raise subprocess.CalledProcessError(process.returncode, "a benchmark, see above")
 
 
-def turns_of(path: Path, names: Mapping[str, str]) -> tuple[list[Figures], list[Figures]]:
-    """The turns that a results file of the same commits holds, of the old commit and of the new one.
+def turns_of(path: Path, names: Mapping[str, str]) -> list[list[Figures]]:
+    """The turns that a results file of the same commits holds: of the old commit, the new one, the control.
 
     Raises:
         SystemExit: the file is of other commits, or of another machine.
@@ -175,10 +189,16 @@ def turns_of(path: Path, names: Mapping[str, str]) -> tuple[list[Figures], list[
     head, *rows = found["rows"]
     if {name: head[name] for name in names} != names or found["env"] != environment():
         raise SystemExit(f"{path} holds another comparison: choose another --out, or leave out --resume.")
-    sides = [[row[f"{side}_turns"] for row in rows] for side in ("old", "new")]
-    figures = [row["figure"] for row in rows]
-    old, new = ([dict(zip(figures, turn, strict=True)) for turn in zip(*side, strict=True)] for side in sides)
-    return old, new
+    turns = []
+    for side in ("old", "new", "control"):
+        columns = {row["figure"]: row[f"{side}_turns"] for row in rows if row.get(f"{side}_turns")}
+        turns.append([dict(zip(columns, turn, strict=True)) for turn in zip(*columns.values(), strict=True)])
+    return turns
+
+
+def _command(options: argparse.Namespace) -> str:
+    control = " --control" if options.control else ""
+    return f"python -m benchmarks.compare_commits --old OLD --new NEW --turns {options.turns}{control}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -188,6 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--new", type=Path, required=True)
     parser.add_argument("--names", default="old,new", help="commits, for the results file")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--control", action="store_true", help="a second process of the old commit")
     parser.add_argument("--resume", action="store_true", help="make the turns that --out does not hold yet")
     parser.add_argument("--benchmarks", default=",".join(_RUNS))
     parser.add_argument("--options", default="", help="given to every benchmark after its own")
@@ -197,17 +218,18 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     names = dict(zip(("old_commit", "new_commit"), options.names.split(","), strict=True))
-    old, new = turns_of(options.out, names) if options.resume else ([], [])
-    sides = Side(options.old.resolve()), Side(options.new.resolve())
-    while len(new) < options.turns:
-        in_turn = sides if len(new) % 2 == 0 else sides[::-1]
+    measured = turns_of(options.out, names) if options.resume else [[], [], []]
+    sides = [Side(options.old.resolve()), Side(options.new.resolve())]
+    sides += [Side(options.old.resolve(), control=True)] * options.control
+    while len(measured[1]) < options.turns:
+        in_turn = sides if len(measured[1]) % 2 == 0 else sides[::-1]
         found = dict(zip(in_turn, measure(in_turn, runs), strict=True))
-        for turns, side in zip((old, new), sides, strict=True):
+        for turns, side in zip(measured, sides, strict=False):
             turns.append(found[side])
-        rows, marks = compared(old, new)
+        rows, marks = compared(*measured)
         # After every turn: a run that is cut short keeps the turns that it has.
-        command = f"python -m benchmarks.compare_commits --old OLD --new NEW --turns {options.turns}"
-        write(options.out, command, [{**names, "turns": len(old), "runs": runs}, *rows], marks, report=False)
+        head = {**names, "turns": len(measured[1]), "runs": runs}
+        write(options.out, _command(options), [head, *rows], marks, report=False)
     print(table(rows, ("figure", "old", "new", "ratio", "old_spread")))
     return 0
 

@@ -44,8 +44,14 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
     old, new = [{"x": 1.0, "y": 4.0}, {"x": 1.1, "y": 4.0}], [{"x": 1.05, "y": 5.0}, {"x": 1.05, "y": 5.0}]
     rows, marks = benchmark.compared(old, new)
     common.write(out, "command", [{**names, "turns": 2}, *rows], marks, report=False)
-    assert benchmark.turns_of(out, names) == (old, new)
+    assert benchmark.turns_of(out, names) == [old, new, []]
     assert [mark.value <= mark.limit for mark in marks] == [True, False]
+    control = [{"y": 5.5}, {"y": 4.0}]  # a second process of the old commit measures some of the figures
+    rows, marks = benchmark.compared(old, new, control)
+    common.write(out, "command", [{**names, "turns": 2}, *rows], marks, report=False)
+    assert benchmark.turns_of(out, names) == [old, new, control]
+    assert [mark.value <= mark.limit for mark in marks] == [True, True]
+    assert (rows[1]["old"], rows[1]["old_spread"]) == (4.0, 5.5 / 4.0)
     with pytest.raises(SystemExit, match="holds another comparison"):
         benchmark.turns_of(out, names | {"new_commit": "c"})
 
@@ -83,6 +89,11 @@ def test_commits_time_host_work_by_turns(tmp_path: Path) -> None:
     assert (tmp_path / "order").read_text().split("\n")[:-1] == rounds
     row = json.loads(out.read_text())["rows"][1]
     assert (row["ratio"], row["old_turns"], row["new_turns"]) == (0.75, [4.0, 4.0], [3.0, 3.0])
+    assert benchmark.main([*given, "--turns", "1", "--control"]) == 0
+    turn = ["old 10", "new 10", "old 10"]  # the other way round it is the same
+    assert (tmp_path / "order").read_text().split("\n")[len(rounds) : -1] == turn * 3
+    row = json.loads(out.read_text())["rows"][1]
+    assert (row["old_turns"], row["new_turns"], row["control_turns"]) == ([4.0], [3.0], [4.0])
     (tmp_path / "new" / "benchmarks" / "bench_host.py").write_text(
         "alternate_host, main = 0, lambda _: exit(3)"
     )
