@@ -146,14 +146,23 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _in_process(work: Any, until: float, name: str) -> dict[str, Any] | None:
+def _in_process(processes: Any, work: Any, until: float, name: str) -> dict[str, Any] | None:
     """A model's row from a process of its own: what one model leaves behind, no other one meets."""
     if time.monotonic() > until:
         return None
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with processes.Pool(1) as pool:
         row: dict[str, Any] = pool.apply(work, (name,))
     print(json.dumps(row), flush=True)
     return row
+
+
+def _processes() -> Any:
+    """Makes processes that begin with everything imported; CUDA starts in each of them."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(
+        ["benchmarks.bench_registry", "tiny_models", "torch._dynamo", "torch._inductor"]
+    )
+    return processes
 
 
 def _row(
@@ -182,7 +191,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     names, until = options.names or tiny_models.NAMES, time.monotonic() + options.seconds
     with ThreadPoolExecutor(options.jobs) as threads:
-        rows = [row for row in threads.map(partial(_in_process, work, until), names) if row is not None]
+        run = partial(_in_process, _processes(), work, until)
+        rows = [row for row in threads.map(run, names) if row is not None]
     total = summary(rows) | {"left_out": len(names) - len(rows)}
     marks = [
         Mark("wrong models", total["wrong"], 0),
