@@ -30,11 +30,23 @@ gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device."""
+    """Skip tests marked `gpu` where there is no CUDA device; give slow ones a place that costs least."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    items[:] = _slow_ones_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _slow_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """In the part that each worker begins with: else the last of them would run while all others are idle."""
+    if workers == 1:
+        return items
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    others = [item for item in items if not item.get_closest_marker("slow")]
+    size = -(-len(others) // workers)
+    parts = ((slow[k::workers], others[k * size : (k + 1) * size]) for k in range(workers))
+    return [item for first, then in parts for item in (*first, *then)]
 
 
 @pytest.fixture(autouse=True)

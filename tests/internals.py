@@ -15,6 +15,7 @@ from torch import Tensor
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler import specialize
+from piecewise_graph.custom_ops.metadata.op_signature import Call as CheckedCall
 from piecewise_graph.frontend import frozen_call
 from piecewise_graph.frontend.frozen_call import FrozenCall
 from piecewise_graph.frontend.state_lookup import state_of
@@ -105,6 +106,11 @@ def check_weights(frozen: Any) -> None:
 def count_frozen_plans(objects: Iterable[object]) -> int:
     """How many of `objects` are the replay of one token count of a frozen call."""
     return sum(type(thing) is FrozenCall for thing in objects)
+
+
+def count_checked_calls(objects: Iterable[object]) -> int:
+    """How many of `objects` are calls of metadata ops that a check has passed; the ops keep the last 512."""
+    return sum(type(thing) is CheckedCall for thing in objects)
 
 
 def forbid_dynamo(monkeypatch: pytest.MonkeyPatch, fast: Any) -> None:

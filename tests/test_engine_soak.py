@@ -17,7 +17,7 @@ from eagle_cases import (
     small_prompts,
 )
 from eagle_engine_cases import CHAIN, lone, make
-from internals import count_frozen_plans
+from internals import count_checked_calls, count_frozen_plans
 
 from piecewise_graph.eagle import Request, Speculator
 
@@ -46,25 +46,26 @@ def soak(loop: Speculator, count: int) -> list[Request]:
     return some
 
 
-def alive() -> tuple[int, int]:
-    """(objects of any kind, plans among them: of piecewise forwards there is one per row count)."""
+def alive() -> tuple[int, int, int]:
+    """(objects of any kind, plans and checked calls among them: new sizes make both)."""
     gc.collect()
     objects = gc.get_objects()
-    return len(objects), count_frozen_plans(objects)
+    return len(objects), count_frozen_plans(objects), count_checked_calls(objects)
 
 
 def check_soak(count: int, mode: str) -> None:
     made = make(graphs={"prefill": mode}, max_requests=16, batch_sizes=[16], **QUICK)
     made.prepare()
     soak(made, 100)  # whatever is made once is made
-    objects, plans = alive()
+    objects, plans, calls = alive()
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     on_gpu = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     some = soak(made, count)
     assert all_free(made)
-    objects_now, plans_now = alive()
-    # Some are made once, however long it runs; those of a plan, and of each request that is kept.
-    assert objects_now - objects < 300 + 45 * (plans_now - plans) + 20 * len(some)
+    objects_now, plans_now, calls_now = alive()
+    # Some are made once, however long it runs; those of a plan, a checked call, a request that is kept.
+    of_sizes = 45 * (plans_now - plans) + 10 * (calls_now - calls)
+    assert objects_now - objects < 300 + of_sizes + 20 * len(some)
     assert plans_now <= resources(made).limits.prefill_rows
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - host < 30_000  # KiB
     if torch.cuda.is_available():
