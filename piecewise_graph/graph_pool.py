@@ -59,6 +59,9 @@ class GraphPool:
         self.poison = poison
         self._device: torch.device | None = None
         self._memory: torch.cuda.MemPool | None = None
+        self._spent: list[
+            torch.cuda.MemPool
+        ] = []  # of graphs that live on, and no more can be captured into it
         self._stream: torch.cuda.Stream | None = None
         self._default: torch.cuda.Stream | None = None
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -81,7 +84,7 @@ class GraphPool:
         """Device bytes held by captured graphs; on a CPU what the outputs of their stand-ins take."""
         if self._memory is None:
             return sum(stand_in.owned_bytes for stand_in in self._stand_ins)
-        return _torch.pool_bytes(self._memory.id)
+        return sum(_torch.pool_bytes(memory.id) for memory in (self._memory, *self._spent))
 
     def join(self, device: torch.device, owner: Owner) -> None:
         """Called by a model before it captures.
@@ -94,11 +97,15 @@ class GraphPool:
         self._device = device
         self._owners.add(owner)
         if device.type == "cuda" and self._memory is None:
-            self._memory = torch.cuda.MemPool()
             self._stream, self._default = torch.cuda.Stream(device), torch.cuda.default_stream(device)
             self._events = torch.cuda.Event(), torch.cuda.Event()
             self._turns.on(device)
-            self._sentinel = self._capture_sentinel(device)
+            self._take_memory(device)
+
+    def _take_memory(self, device: torch.device) -> None:
+        self._sentinel = None  # should the new one fail, no memory is taken for it once more
+        self._memory = torch.cuda.MemPool()
+        self._sentinel = self._capture_sentinel(device)
 
     def _capture_sentinel(self, device: torch.device) -> Callable[[], None]:
         """A graph that lives as long as the memory.
@@ -223,13 +230,17 @@ class GraphPool:
         return call
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that failed; ending it may fail, too."""
+        """End a capture that failed; where that fails too, later captures need other memory."""
+        assert self._memory is not None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch remarks that the graph is empty
             try:
                 graph.capture_end()
             except RuntimeError:
-                _torch.forget_capture(self._pool_handle())
+                _torch.forget_capture(graph, self._memory)
+                if self._sentinel is not None and self._device is not None:
+                    self._spent.append(self._memory)
+                    self._take_memory(self._device)
 
     def _pool_handle(self) -> Any:
         assert self._memory is not None
@@ -250,12 +261,12 @@ class GraphPool:
             if self._turns.taken:
                 raise GraphPoolError.busy()
             self.drop_graphs()
-            had_memory, self._memory = self._memory, None
+            held, self._memory, self._spent = [self._memory, *self._spent], None, []
             self._stream = self._default = self._events = self._device = self._sentinel = None
             self._turns.on(None)
-            if had_memory is not None:
+            if held != [None]:
                 torch.cuda.synchronize()
-                del had_memory
+                held.clear()
                 gc.collect()
                 torch.cuda.empty_cache()
 

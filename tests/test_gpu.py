@@ -131,14 +131,19 @@ def test_ops_that_fail_in_one_segment_are_told_from_those_between_them():
 
 @pytest.mark.parametrize("read", [torch.Tensor.cpu, torch.Tensor.item, repr], ids=["copy", "item", "print"])
 def test_a_pool_serves_after_captures_that_failed(read):
-    pool, x = pg.GraphPool(), torch.ones(1, device="cuda")
+    pool, x, y = pg.GraphPool(), torch.ones(1, device="cuda"), torch.ones(1, device="cuda")
+    before = pool.capture_call(lambda: y.mul_(2), device="cuda")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="captur"):
             pool.capture_call(lambda: read(x + 1), device="cuda")
     double = pool.capture_call(lambda: x.mul_(2), device="cuda")
     double()
-    assert x.item() == 4  # doubled as a warm-up and by the replay; a capture runs nothing
+    before()
+    assert (x.item(), y.item()) == (4, 4)  # doubled as a warm-up and by the replay; a capture runs nothing
     torch.rand(3, device="cuda")  # the generator is not left in capture state
+    assert pool.bytes() > 0
+    pool.release()
+    assert pool.bytes() == 0
 
 
 @torch.no_grad()

@@ -34,16 +34,20 @@ def test_pool_bytes_keeps_the_references_to_its_id() -> None:
 
 
 def test_a_capture_that_cannot_be_ended_is_forgotten(device: torch.device) -> None:
-    pool, x, stream = torch.cuda.MemPool(), torch.ones(1, device=device), torch.cuda.Stream()
+    memory, x, stream = torch.cuda.MemPool(), torch.ones(1, device=device), torch.cuda.Stream()
     failed, good = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        failed.capture_begin(pool.id, capture_error_mode="thread_local")
+        failed.capture_begin(memory.id, capture_error_mode="thread_local")
         with pytest.raises(RuntimeError):
             (x + 1).item()
         with pytest.raises(RuntimeError):
             failed.capture_end()
-        _torch.forget_capture(pool.id)
-        good.capture_begin(pool.id, capture_error_mode="thread_local")
+        _torch.forget_capture(failed, memory)
+        before = _torch.pool_bytes(memory.id)
+        torch.zeros(8 << 20, dtype=torch.uint8, device=device)
+        assert _torch.pool_bytes(memory.id) == before
+        assert memory.use_count() == 1  # else its end would be the process's
+        good.capture_begin(capture_error_mode="thread_local")
         y = x + 1
         good.capture_end()
         good.replay()

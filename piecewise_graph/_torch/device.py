@@ -45,15 +45,21 @@ def pool_bytes(pool_id: tuple[int, int]) -> int:
     return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool_id))
 
 
-def forget_capture(pool_id: tuple[int, int]) -> None:
-    """Put right what a capture into this pool leaves that could not be ended, on the current stream.
+_FORGOTTEN: list[torch.cuda.CUDAGraph] = []
 
-    torch 2.11 goes on allocating from the pool, and no capture into it can begin; later versions end that
-    themselves (pytorch PR 180395), and complain here. All leave the random generators in capture state, where
-    the next random op anywhere raises; an empty capture that succeeds takes them out of it.
+
+def forget_capture(graph: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool) -> None:
+    """Put right what a capture leaves that could not be ended, on the current stream.
+
+    torch 2.11 goes on allocating from `memory`, and holds it; later versions end that themselves (pytorch PR
+    180395), and complain here. Allocation of pinned memory goes on, asking the graph for its stream, so that
+    the graph has to live, and no capture into this memory can begin. All versions leave the random generators
+    in capture state, where the next random op anywhere raises; an empty capture takes them out of it.
     """
+    _FORGOTTEN.append(graph)
     with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool_id)
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), memory.id)
+        torch._C._cuda_releasePool(torch.cuda.current_device(), memory.id)
     empty = torch.cuda.CUDAGraph()
     empty.capture_begin(capture_error_mode="thread_local")
     empty.capture_end()
