@@ -59,9 +59,7 @@ class GraphPool:
         self.poison = poison
         self._device: torch.device | None = None
         self._memory: torch.cuda.MemPool | None = None
-        self._spent: list[
-            torch.cuda.MemPool
-        ] = []  # of graphs that live on, and no more can be captured into it
+        self._spent: list[torch.cuda.MemPool] = []  # holds graphs; nothing more can be captured into it
         self._stream: torch.cuda.Stream | None = None
         self._default: torch.cuda.Stream | None = None
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -189,9 +187,10 @@ class GraphPool:
         self, run: Run, inputs: Sequence[object]
     ) -> tuple[Callable[[], None], Sequence[Tensor]]:
         graph = torch.cuda.CUDAGraph()
+        memory: Any = self._memory
         try:
             # thread_local: other threads (a NCCL watchdog, a pinned-memory loader) may go on calling CUDA.
-            graph.capture_begin(self._pool_handle(), capture_error_mode="thread_local")
+            graph.capture_begin(memory.id, capture_error_mode="thread_local")
             outputs = run(*inputs)
             graph.capture_end()
         except BaseException:
@@ -241,10 +240,6 @@ class GraphPool:
                 if self._sentinel is not None and self._device is not None:
                     self._spent.append(self._memory)
                     self._take_memory(self._device)
-
-    def _pool_handle(self) -> Any:
-        assert self._memory is not None
-        return self._memory.id
 
     def drop_graphs(self) -> None:
         """Have everybody who captured here let go of their graphs; the memory stays."""

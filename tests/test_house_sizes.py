@@ -71,8 +71,8 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1174,
-    "_torch": 646,
+    "beside": 1180,
+    "_torch": 649,
     "kernels": 441,
     "splitter": 931,
     "analysis": 1592,
