@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from piecewise_graph.frontend.frozen_call import FrozenCall
 from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.inspection import differences
+from piecewise_graph.recorder import mode
 from piecewise_graph.recorder.memory_plan import _TrialPool
 from piecewise_graph.recorder.static_buffers import FlatBuffers
 from piecewise_graph.runtime import runtime
@@ -111,6 +113,11 @@ def count_frozen_plans(objects: Iterable[object]) -> int:
 def count_checked_calls(objects: Iterable[object]) -> int:
     """How many of `objects` are calls of metadata ops that a check has passed; the ops keep the last 512."""
     return sum(type(thing) is CheckedCall for thing in objects)
+
+
+def refuse_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on no capture of a whole forward succeeds."""
+    monkeypatch.setattr(mode, "record_forward", Mock(side_effect=RuntimeError("not permitted in a capture")))
 
 
 def forbid_dynamo(monkeypatch: pytest.MonkeyPatch, fast: Any) -> None:

@@ -97,6 +97,7 @@ def test_processes_fill_one_folder_at_once_and_the_next_one_compiles_nothing(tmp
 # --- one process that forgets -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_one_compile_leaves_the_next_one_finds(tmp_path: Path) -> None:
     with missed():
         assert "distinct structures compiled in" in str(pg.explain(run(tmp_path)))

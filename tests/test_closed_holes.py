@@ -46,6 +46,7 @@ def agrees(call: Any, model: nn.Module, counts: tuple[int, ...] = (3, 1, 1, 4, 1
         torch.testing.assert_close(given, x, msg="the caller's tensor was written")
 
 
+@pytest.mark.slow
 def test_exact_code_keeps_a_clone_that_is_written() -> None:
     def run(self: Any, x: Tensor) -> Tensor:
         y = torch.clone(torch.narrow(x, -1, 0, 4))

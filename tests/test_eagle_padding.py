@@ -134,7 +134,11 @@ def test_chains_on_pages(page_size: int) -> None:
         assert all_free(loop)
 
 
-@pytest.mark.parametrize("options", [{"merge_linears": True}, {"compiler": "inductor"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"merge_linears": True}, pytest.param({"compiler": "inductor"}, marks=pytest.mark.slow)],
+    ids=["merged", "inductor"],
+)
 def test_options_of_compiling_change_no_token(options: dict[str, Any]) -> None:
     """All parts of a draft share its weights, merged or not."""
     target, plain = small_target(), small_target("sdpa")

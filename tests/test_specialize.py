@@ -49,6 +49,7 @@ def test_answers_are_those_of_the_model(device: torch.device) -> None:
     assert "for exactly 1 tokens" in str(pg.explain(compiled))
 
 
+@pytest.mark.slow
 def test_linears_are_replaced_where_another_kernel_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU no kernel is faster, so the test chooses one; the op's reference computes it."""
     asked = []

@@ -23,10 +23,8 @@ from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.prove_padding import prove_padding
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.sizes import ShapeContract, TensorSpec
-from piecewise_graph.splitter.split_graph import OpCall, Ref, Size, SplitGraph, references
+from piecewise_graph.splitter.split_graph import OpCall, Ref, Size, SplitGraph, is_torch_attention, references
 from piecewise_graph.splitter.splitting_ops import bind_arguments
-
-_ROW_WISE = "aten::scaled_dot_product_attention"
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ def proof_of_padding(
 def _is_row_wise(call: OpCall, graph: SplitGraph, batch: sympy.Symbol) -> bool:
     given = dict(bind_arguments(call.target, call.args, call.kwargs))
     counted = any(isinstance(x, Size) and batch in x.expr.free_symbols for x in given.values())
-    if counted or call.op.name != _ROW_WISE or given.get("dropout_p", 0.0) != 0.0:
+    if counted or not is_torch_attention(call):
         return False
     rows = [graph.spec(x.slot) for name in ("query", "key", "value") if isinstance(x := given.get(name), Ref)]
     mask = given.get("attn_mask")

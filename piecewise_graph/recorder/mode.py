@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.recorder.padding_proofs import PaddingProofs
@@ -12,6 +15,8 @@ from piecewise_graph.recorder.record import record_segments
 from piecewise_graph.recorder.record_full import record_forward
 from piecewise_graph.recorder.tape import ReplayTape
 from piecewise_graph.recorder.workspace import Workspace
+
+log = logging.getLogger(__name__)
 
 Record = Callable[[Workspace, Sequence[Any], int, "Sequence[Any] | None"], ReplayTape]
 
@@ -41,5 +46,34 @@ class Mode:
         return {size: reason for size, reason in found.items() if reason is not None}
 
 
-PIECEWISE = Mode("piecewise", False, record_segments)
+def record_pieces(
+    workspace: Workspace, args: Sequence[Any], bucket: int, at_bucket: Sequence[Any] | None
+) -> ReplayTape:
+    """One graph per segment; one in all where no op has to stay outside.
+
+    At an exact size torch's own attention need not: no row is padding, and it reads no forward context. A
+    decode step with a static cache is one launch then.
+
+    Args:
+        args, at_bucket: see `record_forward`.
+    """
+    if _holds_attention(workspace, bucket):
+        try:
+            return record_forward(workspace, args, bucket, at_bucket)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever it was: its segments may be captured
+            log.info("%d tokens: not captured as one graph: %s", bucket, error)
+    return record_segments(workspace, args, bucket)
+
+
+def _holds_attention(workspace: Workspace, bucket: int) -> bool:
+    """One graph may hold the forward at the bucket's size, which is the only one that it serves."""
+    program, proofs = workspace.program, workspace.proofs
+    padded = program.token is not None and proofs.exact_only(program, bucket, one_graph=False) is None
+    waits = any(segment.facts.host_sync for segment in program.compiled.values())
+    return not padded and not waits and program.split.is_cut_at_attention
+
+
+PIECEWISE = Mode("piecewise", False, record_pieces)
 FULL = Mode("full", True, record_forward)

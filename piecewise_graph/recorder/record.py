@@ -1,4 +1,4 @@
-"""Program x bucket -> ReplayTape in PIECEWISE mode: one graph per segment, splitting ops between them."""
+"""Program x bucket -> ReplayTape: one graph per segment, splitting ops between them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,12 @@ from piecewise_graph.splitter.split_graph import Opaque, OpStep, Ref, SegmentSte
 
 
 def record_segments(
-    workspace: Workspace,
-    args: Sequence[Any],
-    bucket: int,
-    at_bucket: Sequence[Any] | None = None,
-    *,
-    ops_run: bool = True,
+    workspace: Workspace, args: Sequence[Any], bucket: int, *, ops_run: bool = True
 ) -> ReplayTape:
     """Capture every segment at `bucket`. Call inside `pool.session()`, after a rehearsal.
 
     Args:
         args: the call's arguments; only bound ones (weights) are used.
-        at_bucket: unused; segments need no outputs of the rehearsal.
         ops_run: False in a plan, where no splitting op fills what a segment leaves to it.
     """
     workspace.bridges.restart()

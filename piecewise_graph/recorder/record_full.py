@@ -1,4 +1,4 @@
-"""Program x bucket -> ReplayTape in FULL mode: the whole forward as one graph, splitting ops included."""
+"""Program x bucket -> ReplayTape: the whole forward as one graph, splitting ops included."""
 
 from __future__ import annotations
 

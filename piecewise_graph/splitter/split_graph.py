@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from piecewise_graph.sizes import TensorSpec
-from piecewise_graph.splitter.splitting_ops import SplittingOp
+from piecewise_graph.splitter.splitting_ops import TORCH_ATTENTION, SplittingOp, bind_arguments
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,12 @@ class OpCall:
     module: str = ""
 
 
+def is_torch_attention(call: OpCall) -> bool:
+    """It calls `F.scaled_dot_product_attention` without dropout: it depends on its arguments alone."""
+    given = dict(bind_arguments(call.target, call.args, call.kwargs))
+    return call.op.name == TORCH_ATTENTION and given.get("dropout_p", 0.0) == 0.0
+
+
 @dataclass(frozen=True)
 class OpStep:
     """Adjacent splitting ops, run between segments."""
@@ -129,6 +135,11 @@ class SplitGraph:
     @property
     def op_calls(self) -> tuple[OpCall, ...]:
         return tuple(call for step in self.steps if isinstance(step, OpStep) for call in step.calls)
+
+    @property
+    def is_cut_at_attention(self) -> bool:
+        """It has splitting ops, all of them torch's own attention without dropout."""
+        return bool(self.op_calls) and all(map(is_torch_attention, self.op_calls))
 
     @cached_property
     def activations(self) -> tuple[tuple[int, TensorSpec], ...]:

@@ -48,7 +48,7 @@ class SplittingOp:
     bind: Callable[..., Callable[[], Any]] | None = None
 
 
-_SDPA = "aten::scaled_dot_product_attention"
+TORCH_ATTENTION = "aten::scaled_dot_product_attention"
 _registry: dict[str, SplittingOp] = {}
 _undefined: set[str] = set()  # registered before torch knew them, so not checked yet
 _builtins: dict[Callable[..., Any], str] = {}
@@ -137,7 +137,7 @@ def callable_of(op: SplittingOp, target: Callable[..., Any]) -> Callable[..., An
 
     One resolved overload dispatches faster than a packet, and Python builtins stay as they are.
     """
-    if op.name == _SDPA:
+    if op.name == TORCH_ATTENTION:
         return scaled_dot_product_attention
     return (op_overload(target) if isinstance(target, OpOverloadPacket) else None) or target
 
@@ -251,5 +251,5 @@ def _python_callables(name: str) -> Iterator[Callable[..., Any]]:
                 yield candidate
 
 
-register_splitting_op(_SDPA)
-_builtins[scaled_dot_product_attention] = _SDPA
+register_splitting_op(TORCH_ATTENTION)
+_builtins[scaled_dot_product_attention] = TORCH_ATTENTION
