@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from internals import fail_capture
+from test_wrapper_weights import Quantised, quantise
 from torch import Tensor, nn
 from toys import WIDTH, compiled, ops, rows, watching
 
@@ -279,6 +280,27 @@ def test_it_is_cut_out_of_a_combination_of_sizes(refusing: Any, device: torch.de
         for _ in range(4):
             x = torch.randn(2, 3, WIDTH, device=device)
             same(fast(x), model(x))
+
+
+class Doubled(Quantised):
+    """A wrapper whose own function does what no graph can hold, as torchao's dynamic int8 prints a tensor."""
+
+    @staticmethod
+    def linear(x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
+        found: Tensor = torch.ops.pg_test_refuses.doubled(Quantised.linear(x, weight, bias))
+        return found
+
+
+@pytest.mark.usefixtures("refusing")
+def test_a_function_of_a_wrapper_is_cut_out_with_its_wrapper(device: torch.device) -> None:
+    layers = [quantise(nn.Linear(WIDTH, WIDTH), Doubled.of), *(nn.Tanh() for _ in range(9))]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)).to(device)
+    fast = compiled(model, token_dim={"input": 0}, padding="tried")
+    with pg.counters.expect(tapes=1, captures=1, replays=2, failed_captures=0, fallbacks=0):
+        for n in (3, 4, 2):
+            x = rows(n, device)
+            same(fast(x), model(x))
+    assert "linear (its capture fails: RuntimeError: not perm" in str(pg.explain(fast))
 
 
 def test_a_capture_that_fails_for_another_reason_costs_its_bucket(

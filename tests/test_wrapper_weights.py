@@ -42,9 +42,9 @@ class Quantised(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], bool]:
         return ["data_", "scale_"], self.whole
 
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], whole: bool, size: Any, stride: Any) -> Quantised:
-        return Quantised(inner["data_"], inner["scale_"], whole)
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], whole: bool, size: Any, stride: Any) -> Quantised:
+        return cls(inner["data_"], inner["scale_"], whole)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,7 +56,7 @@ class Quantised(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return Quantised(args[0].data_, args[0].scale_, args[0].whole)
+            return cls(args[0].data_, args[0].scale_, args[0].whole)
         raise NotImplementedError(f"{func} of a quantised weight")
 
     @staticmethod

@@ -107,7 +107,8 @@ def _group_nodes(gm: GraphModule, unpadded: Container[str]) -> tuple[list[_Group
 def _kind(node: Node, unpadded: Container[str]) -> _Kind:
     if splitting_op_of(node) is not None:
         return _Kind.OPS
-    return _Kind.UNPADDED if node.name in unpadded else _Kind.SEGMENT
+    reader = next(iter(node.users)) if node.target is _torch.put_together else node  # each has one of its own
+    return _Kind.UNPADDED if node.name in unpadded or reader.name in unpadded else _Kind.SEGMENT
 
 
 def _is_scalar(node: Node) -> bool:
