@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler.build_program import build_program
+from piecewise_graph.compiler.constant_floats import take_floats_for_constants
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import ConfigError
 from piecewise_graph.runtime.model_state import FindState, all_states, state_for_trace
@@ -44,6 +45,7 @@ def piecewise(
     _torch.tell_of_reset(piecewise)
     _torch.raise_recompile_limit()
     code = _torch.current_root_code()
+    take_floats_for_constants(gm, code)
     return build(gm, example_inputs, lambda weights: state_for_trace(config, weights, code))
 
 

@@ -71,12 +71,12 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1180,
-    "_torch": 649,
+    "beside": 1182,
+    "_torch": 676,
     "kernels": 441,
     "splitter": 938,
     "analysis": 1592,
-    "compiler": 1600,
+    "compiler": 1625,
     "recorder": 1108,
     "runtime": 1167,
     "inspection": 961,

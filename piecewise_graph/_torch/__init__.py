@@ -31,6 +31,7 @@ from piecewise_graph._torch.graphs import (
     changed_objects as changed_objects,
     comparable as comparable,
     current_root_code as current_root_code,
+    end_constants as end_constants,
     example_value as example_value,
     fake_mode_of as fake_mode_of,
     is_compiled_in_place as is_compiled_in_place,
@@ -41,12 +42,14 @@ from piecewise_graph._torch.graphs import (
     is_trace_error as is_trace_error,
     may_keep_state as may_keep_state,
     module_source as module_source,
+    open_floats as open_floats,
     original_callable as original_callable,
     placeholder_source as placeholder_source,
     publish_graph as publish_graph,
     real_object as real_object,
     returned_values as returned_values,
     returns_intermediates as returns_intermediates,
+    trace_with_constants as trace_with_constants,
 )
 from piecewise_graph._torch.ops import (
     OpOverload as OpOverload,

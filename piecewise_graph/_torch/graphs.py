@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._library.fake_class_registry import FakeScriptObject
@@ -77,6 +78,49 @@ def placeholder_source(node: Node) -> tuple[str, bool]:
     name = source_text(source)
     where = source.guard_source if not callable(source.guard_source) else source.guard_source()
     return name, "NN_MODULE" in where.name or where.name.startswith("GLOBAL")
+
+
+@dataclass(frozen=True)
+class OpenFloat:
+    """A float that Dynamo left open: an argument of the graph that holds it as a tensor, and reads it back.
+
+    Attributes:
+        symbol: its name among the symbols of the trace.
+        source: where it comes from, as text.
+        value: in the call that is traced.
+    """
+
+    symbol: str
+    source: str
+    value: float
+
+
+def open_floats(gm: GraphModule) -> list[OpenFloat]:
+    """The floats of a trace that Dynamo left open, and could take for constants."""
+    found = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        memo = getattr(example_value(node), "item_memo", None)
+        if isinstance(memo, torch.SymFloat) and all(user.target == "item" for user in node.users):
+            source, _ = placeholder_source(node)
+            found.append(OpenFloat(str(memo.node._expr), source, float(memo.node.hint)))
+    return found
+
+
+def trace_with_constants(floats: Sequence[OpenFloat]) -> NoReturn:
+    """Have Dynamo trace the function anew, and take these for constants; it guards their values."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    for each in floats:
+        TensorifyState.specialize(each.symbol)
+    raise TensorifyScalarRestartAnalysis(restart_reason="floats are constants in graphs")
+
+
+def end_constants() -> None:
+    """The next trace is asked anew; torch would take floats for constants whose symbols have these names."""
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    TensorifyState.clear()
 
 
 def is_marked_static(node: Node) -> bool:

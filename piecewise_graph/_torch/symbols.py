@@ -28,7 +28,8 @@ def shape_guards(shape_env: Any) -> tuple[sympy.Basic, ...]:
 
     A symbol that was later found to equal another one stands in none of them, as it stands in no shape.
     """
-    return tuple(shape_env.replace(guard.expr) for guard in shape_env.guards)
+    conditions = (shape_env.replace(guard.expr) for guard in shape_env.guards)
+    return tuple(condition for condition in conditions if condition.free_symbols)
 
 
 def takes_all_sizes(gm: GraphModule) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from piecewise_graph import _torch
 from piecewise_graph.analysis.claims import Bounds, Claim, live_claim, stored_claim
 from piecewise_graph.analysis.facts import SegmentFacts
 from piecewise_graph.analysis.proof import Finding, SegmentProof, analyse
 from piecewise_graph.compiler.segment_key import Key, structure_key
+from piecewise_graph.sizes import is_scalar
 from piecewise_graph.splitter.split_graph import OpCall, Ref, SegmentStep, SplitGraph, references
 from piecewise_graph.splitter.splitting_ops import bind_arguments, called_name, written_arguments
 
@@ -206,7 +207,8 @@ class Judge:
         if proof.findings:
             self.unproved[step.index] = _text(proof.findings)
             self.wanted |= {step.origins[found.node.name] for found in proof.findings}
-            self.waiting |= {step.origins[found.node.name] for found in proof.findings if found.waits}
+            waiting = [node for found in proof.findings if found.waits for node in _with_readers(found.node)]
+            self.waiting |= {step.origins[node.name] for node in waiting}
 
     def _unpadded(self, step: SegmentStep, proof: SegmentProof) -> None:
         self.unproved[step.index] = _text(proof.findings) or "beside what is unproved"
@@ -275,6 +277,13 @@ class Judge:
             several = len(mine) < len(step.outputs)
             if not step.padded and (mine & self.written) and (several or mine & others):
                 self.is_stuck = self.is_torn = True
+
+
+def _with_readers(node: Node) -> Iterator[Node]:
+    """The node; of one that makes a number, which no segment owns, what computes with the number too."""
+    yield node
+    for user in node.users if is_scalar(_torch.example_value(node)) else ():
+        yield from _with_readers(user)
 
 
 def _written(step: SegmentStep, proof: SegmentProof) -> list[tuple[int, int]]:

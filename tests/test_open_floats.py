@@ -1,0 +1,110 @@
+"""Floats that Dynamo leaves open (`dynamic=True`, a float that changed) are constants in graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from toys import WIDTH, rows
+
+import piecewise_graph as pg
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+OPTIONS = {"compiler": "eager", "capture_sizes": [4, 8], "max_tokens": 8}
+
+
+class Model(nn.Module):
+    """Floats of many kinds: an embedding's norm, an eps, a scale, an attribute that the caller changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(16, WIDTH), nn.LayerNorm(WIDTH, eps=0.25)
+        self.scale, self.gain = 0.3, 1.5
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.norm(self.embed(ids) * self.gain)[None]
+        return h[0] + scaled_dot_product_attention(h, h, h, is_causal=True, scale=self.scale)[0]
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def by_torch_compile(model: Any, **options: Any) -> Any:
+    torch._dynamo.reset()  # else Dynamo knows what varied between tests
+    return torch.compile(model, backend="piecewise", options=OPTIONS, **options)
+
+
+def some_ids(count: int, device: torch.device) -> Tensor:
+    return torch.randint(0, 16, (count,), device=device)
+
+
+def test_models_of_dynamic_sizes_have_graphs(device: torch.device) -> None:
+    model = Model().to(device)
+    fast = by_torch_compile(model, dynamic=True)
+    with pg.counters.expect(traces=1, tapes=2, replays=5, fallbacks=0):
+        for count in (3, 5, 2, 4, 7, 8, 6):
+            ids = some_ids(count, device)
+            same(fast(ids), model(ids))
+    assert "where" not in str(pg.explain(fast))
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_a_float_that_changes_is_checked(dynamic: bool | None, device: torch.device) -> None:
+    """Each of its first values has graphs of its own. Then what computes with it runs between graphs."""
+    model = Model().to(device)
+    fast = by_torch_compile(model, dynamic=dynamic)
+    gains = [1.5, 2.0, 2.5, 3.0]
+    for gain in (*gains, *reversed(gains), *gains):
+        model.gain = gain
+        ids = some_ids(4, device)
+        same(fast(ids), model(ids))
+    with pg.counters.expect(replays=len(gains), traces=0, fallbacks=0):
+        for gain in gains:
+            model.gain = gain
+            fast(some_ids(4, device))
+    for gain in (5.0, 6.0, 7.0, 8.0):
+        model.gain = gain
+        ids = some_ids(4, device)
+        same(fast(ids), model(ids))
+    cut = {"replays": 1, "unpadded_segments": 1, "fallbacks": 0}  # on a GPU its tensor is on another device
+    with pg.counters.expect(traces=0, **(cut if device.type == "cpu" else {"fallbacks:mixed_devices": 1})):
+        model.gain = 9.0
+        ids = some_ids(4, device)
+        same(fast(ids), model(ids))
+
+
+def test_an_argument_that_is_a_float(device: torch.device) -> None:
+    linear = nn.Linear(WIDTH, WIDTH).to(device)
+
+    def model(x: Tensor, factor: float) -> Tensor:
+        return linear(x).relu() * factor
+
+    fast = by_torch_compile(model, dynamic=True)
+    for _ in range(2):
+        for factor in (0.5, -0.5):
+            x = rows(4, device)
+            same(fast(x, factor), model(x, factor))
+    with pg.counters.expect(replays=2, fallbacks=0):
+        for factor in (0.5, -0.5):
+            x = rows(4, device)
+            same(fast(x, factor), model(x, factor))
+
+
+def test_one_model_says_nothing_of_the_floats_of_the_next(device: torch.device) -> None:
+    """torch knows the floats of a trace by the names of their symbols, which traces share."""
+    by_torch_compile(Model().to(device), dynamic=True)(some_ids(4, device))
+    seen: list[Any] = []
+
+    def look(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.extend(inputs)
+        return gm.forward
+
+    def tripled(x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    torch.compile(tripled, backend=look, dynamic=True)(rows(4, device), 3.0)
+    assert any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in seen)
