@@ -195,6 +195,21 @@ def test_default_batch_sizes_begin_at_their_second_call(device: torch.device) ->
             assert_same(fast(x), model(x))
 
 
+def test_a_batch_that_a_trace_cannot_take_at_one_length_it_takes_at_another(device: torch.device) -> None:
+    linear = nn.Linear(WIDTH, WIDTH).to(device)
+
+    def model(x: Tensor) -> Tensor:
+        return linear(x) * (2 if x.shape[0] * x.shape[1] > 20 else 1)
+
+    fast = by_torch(model, batch_sizes=(4,))
+    for pair in ((3, 6), (3, 6), (3, 3)):  # four rows of six tokens would be too many for the trace
+        x = batch(pair, device)
+        assert_same(fast(x), model(x))
+    with pg.counters.expect(replays=1, padded_batches=1, fallbacks=0):
+        x = batch((3, 3), device)
+        assert_same(fast(x), model(x))
+
+
 def test_a_replaced_weight_and_a_reset_are_noticed(device: torch.device) -> None:
     model = Encoder().to(device)
     fast = by_torch(model)

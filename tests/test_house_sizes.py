@@ -78,7 +78,7 @@ BUDGETS = {
     "analysis": 1592,
     "compiler": 1625,
     "recorder": 1108,
-    "runtime": 1167,
+    "runtime": 1166,
     "inspection": 961,
     "frontend": 1017,
     "custom_ops": 3216,

@@ -102,18 +102,17 @@ class Batches:
         """The runtime of a batch size: made when it returns, or at once where the caller named the sizes."""
         if size in self._runtimes:
             return self._runtimes[size]
-        state = self._state
+        state, fixed = self._state, self._symbols.at_batch(size)
+        if self._program.contract.size_violation({**sizes, **fixed}) is not None:
+            return None  # at this count of tokens
         at_once = state.config.batch_sizes is not None or state.channel.purpose is Purpose.CAPTURE
         if not state.may_capture() or not (at_once or size in self._seen):
             self._seen.add(size)
             return None
-        self._runtimes[size] = runtime = self._made(size, sizes, args, make)
+        self._runtimes[size] = runtime = self._made(fixed, args, make)
         return runtime
 
-    def _made(self, size: int, sizes: Sizes, args: Sequence[Any], make: MakeRuntime) -> OneSize | None:
-        fixed = self._symbols.at_batch(size)
-        if self._program.contract.size_violation({**sizes, **fixed}) is not None:
-            return None
+    def _made(self, fixed: Sizes, args: Sequence[Any], make: MakeRuntime) -> OneSize | None:
         state = self._state
         program = _or_none(lambda: at_batch(self._program, fixed, args, state.config, state.compiled))
         return make(program, args) if program is not None and program.token == self._symbols.tokens else None

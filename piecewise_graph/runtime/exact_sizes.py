@@ -18,7 +18,7 @@ from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.side_channel import Purpose
 from piecewise_graph.sizes import Sizes
 
-_MOST_RUNTIMES = 32  # of one trace, the latest used
+_MOST_COMBINATIONS = 32  # of one trace, the latest used
 _MOST_SEEN = 64  # a combination that returns later than that would be dropped before it returns again
 
 Run = Callable[..., list[Any]]
@@ -54,7 +54,7 @@ class ExactSizes:
                 found = make(at_sizes(self._program, sizes), args)
             _use(self._seen, key, None, _MOST_SEEN)
             if found is not None:
-                _use(self._made, key, found, _MOST_RUNTIMES)
+                _use(self._made, key, found, _MOST_COMBINATIONS)
         if found is None:
             return None
         try:
