@@ -72,7 +72,7 @@ def rooms_below() -> dict[str, set[str]]:
 # "beside" are the core's files beside its packages.
 BUDGETS = {
     "beside": 1182,
-    "_torch": 676,
+    "_torch": 677,
     "kernels": 441,
     "splitter": 938,
     "analysis": 1592,

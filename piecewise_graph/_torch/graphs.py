@@ -96,14 +96,16 @@ class OpenFloat:
 
 
 def open_floats(gm: GraphModule) -> list[OpenFloat]:
-    """The floats of a trace that Dynamo left open, and could take for constants."""
+    """The floats of a trace that Dynamo left open, could take for constants, and was not asked to."""
+    from torch._dynamo.symbolic_convert import TensorifyState
+
     found = []
     for node in gm.graph.find_nodes(op="placeholder"):
         memo = getattr(example_value(node), "item_memo", None)
         if isinstance(memo, torch.SymFloat) and all(user.target == "item" for user in node.users):
             source, _ = placeholder_source(node)
             found.append(OpenFloat(str(memo.node._expr), source, float(memo.node.hint)))
-    return found
+    return [each for each in found if not TensorifyState.should_specialize(each.symbol)]
 
 
 def trace_with_constants(floats: Sequence[OpenFloat]) -> NoReturn:
