@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,21 +46,30 @@ def piecewise(
     _torch.tell_of_reset(piecewise)
     _torch.raise_recompile_limit()
     code = _torch.current_root_code()
-    take_floats_for_constants(gm, code)
-    return build(gm, example_inputs, lambda weights: state_for_trace(config, weights, code))
+    with _torch.constants_of_one_trace():
+        return build(gm, example_inputs, partial(state_for_trace, config, code=code), floats_are_guarded=True)
 
 
-def build(gm: GraphModule, example_inputs: Sequence[Any], find_state: FindState) -> Callable[..., Any]:
+def build(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    find_state: FindState,
+    *,
+    floats_are_guarded: bool = False,
+) -> Callable[..., Any]:
     """One trace: split, compile, ready to run.
 
     Args:
         find_state: weights of a model -> what its traces share.
+        floats_are_guarded: Dynamo's guards on numbers stay, so that floats may become constants.
     """
-    counters.add("traces")
     _torch.guard_every_weight()
     plain = without_wrappers(gm, example_inputs)
     args, weights = plain.arguments(example_inputs), plain.weights(example_inputs)
     state = find_state([args[index] for index in weights])
+    if floats_are_guarded:
+        take_floats_for_constants(gm, state.floats)
+    counters.add("traces")
     _torch.publish_graph("before_split", gm)
     program = build_program(plain.gm, args, state.config, state.compiled)
     if isinstance(program, str):

@@ -59,7 +59,7 @@ class GraphPool:
         self.poison = poison
         self._device: torch.device | None = None
         self._memory: torch.cuda.MemPool | None = None
-        self._spent: list[torch.cuda.MemPool] = []  # holds graphs; nothing more can be captured into it
+        self._spent: list[torch.cuda.MemPool] = []  # of graphs made before a capture that could not be ended
         self._stream: torch.cuda.Stream | None = None
         self._default: torch.cuda.Stream | None = None
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -256,10 +256,10 @@ class GraphPool:
             if self._turns.taken:
                 raise GraphPoolError.busy()
             self.drop_graphs()
-            held, self._memory, self._spent = [self._memory, *self._spent], None, []
-            self._stream = self._default = self._events = self._device = self._sentinel = None
+            held, self._spent = [] if self._memory is None else [self._memory, *self._spent], []
+            self._memory = self._stream = self._default = self._events = self._device = self._sentinel = None
             self._turns.on(None)
-            if held != [None]:
+            if held:
                 torch.cuda.synchronize()
                 held.clear()
                 gc.collect()

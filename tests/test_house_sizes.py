@@ -71,14 +71,14 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1182,
-    "_torch": 677,
+    "beside": 1191,
+    "_torch": 690,
     "kernels": 441,
-    "splitter": 938,
+    "splitter": 943,
     "analysis": 1592,
-    "compiler": 1625,
+    "compiler": 1620,
     "recorder": 1108,
-    "runtime": 1166,
+    "runtime": 1168,
     "inspection": 961,
     "frontend": 1017,
     "custom_ops": 3216,

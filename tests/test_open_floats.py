@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,18 +35,19 @@ def same(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def by_torch_compile(model: Any, **options: Any) -> Any:
+def by_torch_compile(model: Any, compiler: str = "eager", **options: Any) -> Any:
     torch._dynamo.reset()  # else Dynamo knows what varied between tests
-    return torch.compile(model, backend="piecewise", options=OPTIONS, **options)
+    return torch.compile(model, backend="piecewise", options=OPTIONS | {"compiler": compiler}, **options)
 
 
 def some_ids(count: int, device: torch.device) -> Tensor:
     return torch.randint(0, 16, (count,), device=device)
 
 
-def test_models_of_dynamic_sizes_have_graphs(device: torch.device) -> None:
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_models_of_dynamic_sizes_have_graphs(compiler: str, device: torch.device) -> None:
     model = Model().to(device)
-    fast = by_torch_compile(model, dynamic=True)
+    fast = by_torch_compile(model, compiler, dynamic=True)
     with pg.counters.expect(traces=1, tapes=2, replays=5, fallbacks=0):
         for count in (3, 5, 2, 4, 7, 8, 6):
             ids = some_ids(count, device)
@@ -92,6 +95,57 @@ def test_an_argument_that_is_a_float(device: torch.device) -> None:
         for factor in (0.5, -0.5):
             x = rows(4, device)
             same(fast(x, factor), model(x, factor))
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(WIDTH, WIDTH), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x) * self.factor
+        return found
+
+
+def test_many_models_of_a_class_have_floats_of_their_own(device: torch.device) -> None:
+    models = [Scaled(0.1 * number).to(device) for number in range(1, 8)]
+    all_fast = [torch.compile(m, backend="piecewise", options=OPTIONS, dynamic=True) for m in models]
+    for _ in range(2):
+        for model, fast in zip(models, all_fast, strict=True):
+            x = rows(4, device)
+            same(fast(x), model(x))
+    with pg.counters.expect(replays=len(models), unpadded_segments=0, fallbacks=0):
+        for fast in all_fast:
+            fast(rows(4, device))
+
+
+BY_FLOATS: dict[str, Callable[[int, float], int]] = {
+    "int": lambda n, factor: int(n * factor),
+    "round": lambda n, factor: round(n * factor),
+    "ceil": lambda n, factor: math.ceil(n * factor),
+    "divided": lambda n, factor: int(n // (factor * 8)),
+    "literal": lambda n, factor: int(n * 0.5),
+}
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("size", BY_FLOATS)
+def test_a_size_that_is_computed_by_floats_runs_compiled(
+    size: str, compiler: str, device: torch.device
+) -> None:
+    """A segment would have to compute it. A factor of 1 is an integer, which Dynamo leaves open too."""
+    linear = nn.Linear(WIDTH, WIDTH).to(device)
+
+    def model(x: Tensor, factor: float) -> Tensor:
+        found: Tensor = linear(x)[: BY_FLOATS[size](x.shape[0], factor)] * 2
+        return found
+
+    fast = by_torch_compile(model, compiler, dynamic=True)
+    for factor in (0.5, 1, 0.25):
+        for count in (8, 4, 6):
+            x = rows(count, device)
+            same(fast(x, factor), model(x, factor))
+    assert pg.counters.snapshot()["fallbacks:a_symbolic_float_crosses_a_cut"] > 0
 
 
 def test_one_model_says_nothing_of_the_floats_of_the_next(device: torch.device) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NoReturn
@@ -118,10 +118,23 @@ def trace_with_constants(floats: Sequence[OpenFloat]) -> NoReturn:
     raise TensorifyScalarRestartAnalysis(restart_reason="floats are constants in graphs")
 
 
-def end_constants() -> None:
-    """The next trace is asked anew; torch would take floats for constants whose symbols have these names."""
+@contextmanager
+def constants_of_one_trace() -> Iterator[None]:
+    """Around the compilation of one trace: afterwards torch forgets which floats were asked to be constants.
+
+    It goes by the names of their symbols, which the next trace uses for others. Compilation may itself have
+    Dynamo trace anew for constants (Inductor does); then both are remembered.
+    """
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.symbolic_convert import TensorifyState
 
+    try:
+        yield
+    except TensorifyScalarRestartAnalysis:
+        raise
+    except BaseException:
+        TensorifyState.clear()
+        raise
     TensorifyState.clear()
 
 

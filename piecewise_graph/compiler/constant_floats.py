@@ -1,35 +1,30 @@
 """Floats that Dynamo leaves open are taken for constants, as torch's own CUDA graphs take them.
 
 With `dynamic=True` each float of a module (an `eps`, a scale) is an argument of its trace, held in a tensor
-on the host. The trace reads it back, which no graph can hold. A float that keeps changing stays open, and its
-trace runs without graphs: a trace for each value would cost more.
+on the host. The trace reads it back, which no graph can hold. A float of many values stays open: a trace for
+each would cost more than graphs save.
 """
 
 from __future__ import annotations
 
-from types import CodeType
-from weakref import WeakKeyDictionary
+from collections.abc import MutableMapping
 
 from torch.fx import GraphModule
 
 from piecewise_graph import _torch
 
-_MOST_VALUES = 4  # of one float that have traces of their own
-
-Values = dict[str, set[float]]  # of each float, by its source
-_known: WeakKeyDictionary[CodeType, Values] = WeakKeyDictionary()
+_MOST_VALUES = 4  # of one float of a model that has traces
 
 
-def take_floats_for_constants(gm: GraphModule, code: CodeType | None) -> None:
-    """Have Dynamo trace anew where `gm` has open floats that did not change often; it guards their values.
+def take_floats_for_constants(gm: GraphModule, values: MutableMapping[str, set[float]]) -> None:
+    """Have Dynamo trace anew where `gm` has open floats of few values; it guards the values.
 
     Args:
-        code: whose trace `gm` is.
+        values: that each float had in earlier traces of the model, by its source; this one's are added.
 
     Raises:
-        Dynamo's exception for that.
+        TensorifyScalarRestartAnalysis: to Dynamo, which traces anew.
     """
-    values: Values = _known.setdefault(code, {}) if code is not None else {}
     steady = []
     for each in _torch.open_floats(gm):
         seen = values.setdefault(each.source, set())
@@ -38,4 +33,3 @@ def take_floats_for_constants(gm: GraphModule, code: CodeType | None) -> None:
             steady.append(each)
     if steady:
         _torch.trace_with_constants(steady)
-    _torch.end_constants()

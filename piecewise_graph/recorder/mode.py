@@ -57,18 +57,18 @@ def record_pieces(
     Args:
         args, at_bucket: see `record_forward`.
     """
-    if _holds_attention(workspace, bucket):
+    if _fits_one_graph(workspace, bucket):
         try:
             return record_forward(workspace, args, bucket, at_bucket)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # graphs of its segments would take as much
             raise
         except Exception as error:  # whatever it was: its segments may be captured
             log.info("%d tokens: not captured as one graph: %s", bucket, error)
     return record_segments(workspace, args, bucket)
 
 
-def _holds_attention(workspace: Workspace, bucket: int) -> bool:
-    """One graph may hold the forward at the bucket's size, which is the only one that it serves."""
+def _fits_one_graph(workspace: Workspace, bucket: int) -> bool:
+    """The bucket serves its own size only, and one graph can hold all that a forward of it does."""
     program, proofs = workspace.program, workspace.proofs
     padded = program.token is not None and proofs.exact_only(program, bucket, one_graph=False) is None
     waits = any(segment.facts.host_sync for segment in program.compiled.values())

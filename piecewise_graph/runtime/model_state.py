@@ -73,6 +73,7 @@ class ModelState:
         plan: the latest one, or None.
         returning: token counts that came before, in any trace: where they cannot be padded, they may get
             graphs of their own.
+        floats: values of each float that Dynamo left open, by its source (compiler/constant_floats.py).
     """
 
     def __init__(self, config: PiecewiseConfig, *, code: CodeType | None = None) -> None:
@@ -88,6 +89,7 @@ class ModelState:
         self.signatures: list[tuple[Any, ...]] = []
         self.plan: Plan | None = None
         self.returning: set[int] = set()
+        self.floats: dict[str, set[float]] = {}
         self.number = next(_numbers)
         self._traces: list[weakref.ref[Trace]] = []
         self._warned = config.cuda_graphs == "off"
@@ -145,6 +147,7 @@ class ModelState:
         for pool in self.pools:
             pool.drop_graphs()  # what GraphPool.capture_call captured beside the model, too
         self.sealed = False
+        self.floats.clear()
 
 
 def state_for_trace(config: PiecewiseConfig, bound: Sequence[Tensor], code: CodeType | None) -> ModelState:

@@ -76,6 +76,7 @@ def split(gm: GraphModule, unpadded: Container[str] = ()) -> SplitGraph:
         Unsplittable: with the reason for which the graph has to stay whole.
     """
     _refuse_hidden_ops(gm)
+    _refuse_sizes_by_floats(gm)
     groups, home = _group_nodes(gm, unpadded)
     _refuse_open_modes(groups, home)
     return _Lowering(gm, groups, home).run()
@@ -107,7 +108,8 @@ def _group_nodes(gm: GraphModule, unpadded: Container[str]) -> tuple[list[_Group
 def _kind(node: Node, unpadded: Container[str]) -> _Kind:
     if splitting_op_of(node) is not None:
         return _Kind.OPS
-    reader = next(iter(node.users)) if node.target is _torch.put_together else node  # each has one of its own
+    # A wrapper is put together for one reader, and cannot cross a cut: it goes where its reader goes.
+    reader = next(iter(node.users)) if node.target is _torch.put_together else node
     return _Kind.UNPADDED if node.name in unpadded or reader.name in unpadded else _Kind.SEGMENT
 
 
@@ -132,6 +134,13 @@ def _refuse_hidden_ops(gm: GraphModule) -> None:
             if splitting_op_of(node) is not None:
                 raise Unsplittable("splitting_op_inside_higher_order_op")
         _refuse_hidden_ops(inner)
+
+
+def _refuse_sizes_by_floats(gm: GraphModule) -> None:
+    """A segment computes the sizes that it uses, from integers alone."""
+    values = (_torch.example_value(node) for node in gm.graph.nodes)
+    if any(isinstance(value, torch.SymInt) and _torch.has_float_steps(value) for value in values):
+        raise Unsplittable("a_symbolic_float_crosses_a_cut")
 
 
 def _refuse_open_modes(groups: list[_Group], home: dict[Node, _Group]) -> None:
