@@ -148,6 +148,26 @@ def test_a_size_that_is_computed_by_floats_runs_compiled(
     assert pg.counters.snapshot()["fallbacks:a_symbolic_float_crosses_a_cut"] > 0
 
 
+def test_a_splitting_op_takes_a_size_that_is_computed_by_floats(device: torch.device) -> None:
+    """Outside of segments it is a number of the call."""
+    linear = nn.Linear(WIDTH, WIDTH).to(device)
+
+    def model(x: Tensor) -> Tensor:
+        h = linear(x)[None]
+        found: Tensor = scaled_dot_product_attention(h, h, h, scale=int(x.shape[0] * 0.5))[0]
+        return linear(found)
+
+    fast = by_torch_compile(model, dynamic=True)
+    counts = (4, 8, 6)
+    for count in (*counts, *counts):
+        x = rows(count, device)
+        same(fast(x), model(x))
+    with pg.counters.expect(replays=len(counts), fallbacks=0):
+        for count in counts:
+            x = rows(count, device)
+            same(fast(x), model(x))
+
+
 def test_one_model_says_nothing_of_the_floats_of_the_next(device: torch.device) -> None:
     """torch knows the floats of a trace by the names of their symbols, which traces share."""
     by_torch_compile(Model().to(device), dynamic=True)(some_ids(4, device))

@@ -76,7 +76,6 @@ def split(gm: GraphModule, unpadded: Container[str] = ()) -> SplitGraph:
         Unsplittable: with the reason for which the graph has to stay whole.
     """
     _refuse_hidden_ops(gm)
-    _refuse_sizes_by_floats(gm)
     groups, home = _group_nodes(gm, unpadded)
     _refuse_open_modes(groups, home)
     return _Lowering(gm, groups, home).run()
@@ -134,13 +133,6 @@ def _refuse_hidden_ops(gm: GraphModule) -> None:
             if splitting_op_of(node) is not None:
                 raise Unsplittable("splitting_op_inside_higher_order_op")
         _refuse_hidden_ops(inner)
-
-
-def _refuse_sizes_by_floats(gm: GraphModule) -> None:
-    """A segment computes the sizes that it uses, from integers alone."""
-    values = (_torch.example_value(node) for node in gm.graph.nodes)
-    if any(isinstance(value, torch.SymInt) and _torch.has_float_steps(value) for value in values):
-        raise Unsplittable("a_symbolic_float_crosses_a_cut")
 
 
 def _refuse_open_modes(groups: list[_Group], home: dict[Node, _Group]) -> None:
@@ -233,6 +225,14 @@ class _Lowering:
             return Opaque(slot)
         return self._scalar(value)
 
+    def _value_in_segment(self, node: Node) -> Any:
+        """The same for a segment, which computes the sizes that it uses, from integers alone."""
+        value = self._value(node)
+        sizes = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(size, Size) and _torch.has_float_steps(size.expr) for size in sizes):
+            raise Unsplittable("a_symbolic_float_crosses_a_cut")
+        return value
+
     def _output(self, node: Node) -> Any:
         """What the trace returns for `node`: of a tensor that was written in place, the argument itself."""
         value, made = self._value(node), _torch.example_value(node)
@@ -282,7 +282,7 @@ class _Lowering:
         leaving = [n for n in group.nodes if any(u not in inside and not _is_scalar(u) for u in n.users)]
         if not leaving and not any(map(may_write, group.nodes)):
             return None
-        builder = SegmentBuilder(self.gm, self.slots, self.specs, self._value)
+        builder = SegmentBuilder(self.gm, self.slots, self.specs, self._value_in_segment)
         gm = builder.build(group.nodes, leaving)
         origins = {new.name: node.name for node, new in builder.copied.items()}
         return SegmentStep(
