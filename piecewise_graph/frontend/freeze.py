@@ -95,7 +95,8 @@ class Frozen:
             return self._untraced_call(self, args, kwargs)
         known = (len(args), *kwargs) in self._flat_forms
         leaves = [*args, *kwargs.values()] if known else self._learn(args, kwargs)
-        if any(place_of(leaves[index]) != place for index, place in self._trace.static):
+        static = self._trace.static
+        if static and any(place_of(leaves[index]) != place for index, place in static):
             return self._compiled(*args, **kwargs)  # another static cache: it has graphs of its own
         tensors = [leaves[index] for index, _ in self._trace.inputs]
         context = get_forward_context()

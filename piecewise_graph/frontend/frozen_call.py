@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
@@ -44,7 +45,7 @@ class FrozenCall:
         self._runtime, self._replay = runtime, replay
         self._generation, self._device = runtime.generation, runtime.program.device
         self._kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
-        self._copies, self._memory = copies, copies.memory
+        self._copies, self._bounds = copies, copies.bounds
         views, expanded = copies.views, dict(copies.expanded)
         self._views = [views[index] for index in inputs]
         self._expanded = frozenset(place for place, index in enumerate(inputs) if index in expanded)
@@ -69,10 +70,9 @@ class FrozenCall:
             tensor, (dtype, device) = tensors[place], self._kinds[place]
             if tensor.dtype is not dtype or tensor.device != device:
                 return MISS
-            address = tensor.data_ptr()
-            for low, end in self._memory:  # each microsecond counts here
-                if low <= address < end and not self._copies.is_apart(tensor, self._views[place]):
-                    return MISS
+            inside = bisect_right(self._bounds, tensor.data_ptr()) % 2  # each microsecond counts here
+            if inside and not self._copies.is_apart(tensor, self._views[place]):
+                return MISS
         with self._turns as nested:
             if nested:
                 return MISS

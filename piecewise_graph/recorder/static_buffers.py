@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -97,15 +98,19 @@ class InputCopies:
         return dict(zip(self.indices, self.destinations, strict=True)) | dict(self.expanded)
 
     @cached_property
-    def memory(self) -> tuple[tuple[int, int], ...]:
-        """(address of the first byte, address behind the last one) of every buffer."""
+    def bounds(self) -> list[int]:
+        """Of every buffer the address of its first byte and the one behind its last, in ascending order.
+
+        An address lies in a buffer where an odd number of these are at most as large.
+        """
         storages = [view.untyped_storage() for view in self.views.values()]
-        return tuple((each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages)
+        ranges = {(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}
+        return [address for bounds in sorted(ranges) for address in bounds]
 
     def is_apart(self, tensor: Tensor, destination: Tensor) -> bool:
         """`tensor` is `destination`, or lies in none of the buffers, which are written one by one."""
         address = tensor.data_ptr()
-        if not any(low <= address < end for low, end in self.memory):
+        if bisect_right(self.bounds, address) % 2 == 0:
             return True
         return address == destination.data_ptr() and tensor.stride() == destination.stride()
 
