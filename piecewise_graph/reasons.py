@@ -28,7 +28,7 @@ REMEDIES = {
     "data_dependent_size": "keep nonzero() and boolean masks outside of the model, or in a splitting op",
     "grad_enabled": "call it under torch.no_grad() or torch.inference_mode()",
     "grad_enabled_inside": "remove torch.enable_grad() from the model's forward",
-    "mixed_devices": "keep weights and inputs on one device",
+    "mixed_devices": "move the part, weights and inputs, to the device of the others",
     "nested_forward": "give the inner model a GraphPool of its own",
     "no_token_dimension": "name the dimension that counts tokens: pg.compile(model, token_dim=...)",
     "no_tokens": "skip the call when there is nothing to run",

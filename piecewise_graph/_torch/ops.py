@@ -37,7 +37,7 @@ class _Propagation(torch.fx.Interpreter):
 
 
 @contextmanager
-def observe_ops(on_op: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> Iterator[None]:
+def observe_ops(on_op: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], object]) -> Iterator[None]:
     """Call `on_op(op, args, kwargs, result)` after every op that runs inside the block.
 
     Ops inside of wrapper subclasses are seen, those that the subclasses stand for are not. Of an op that runs

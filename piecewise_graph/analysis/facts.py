@@ -31,7 +31,8 @@ class SegmentFacts:
         aliased_write: it writes a storage that two of its inputs share, which AOTAutograd gets wrong.
         entangled_outputs: some output shares storage with an input or another output.
         random: it draws random numbers.
-        host_sync: it waits for the device, or has a data-dependent shape (`waits_for_device`).
+        host_sync: no graph can hold it: it waits for the device, has a data-dependent shape
+            (`waits_for_device`), or computes on another device than the graphs of its trace.
         floats_become_integers: it casts floats to integers, so a NaN may become an illegal index.
         computes: it does more than make views and allocate.
         size_is_a_number: a size enters the arithmetic (`x / T`), not only shapes.
@@ -50,25 +51,60 @@ class SegmentFacts:
 
 
 class Observations:
-    """Notes each op of one run, and draws the facts from them."""
+    """Notes each op of one run, and draws the facts from them.
 
-    def __init__(self) -> None:
+    Args:
+        device: where graphs of the trace run; None where that is not known.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
+        self.elsewhere: set[int] = set()  # ids of tensors on other devices that inputs lead to
         self.written: set[int] = set()
         self.allocated: set[int] = set()
         self.alive: list[Tensor] = []  # a storage that died could lend its id to another one
         self.random = self.host_sync = self.casts = self.computes = self.numbers = False
 
-    def note(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def note_input(self, tensor: Tensor) -> None:
+        """A tensor that the run is given. One on the host, a number too, is read in every call."""
+        if tensor.device != self.device:
+            self.elsewhere.add(id(tensor))
+            self.alive.append(tensor)
+
+    def note(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> str | None:
+        """Note one call of an op; why no CUDA graph can hold it, in words, or None."""
+        waits = self._runs_elsewhere((args, kwargs), result)
         if _torch.is_higher_order(op):
             self._note_graphs(op, args, kwargs)
-            return
+        else:
+            waits = waits_for_device(op, args, kwargs, result) or waits
+            self._note_op(op, args, kwargs, result)
+        self.host_sync |= waits is not None
+        return waits
+
+    def _runs_elsewhere(self, given: Any, result: Any) -> str | None:
+        """On which other device an op reads or makes something.
+
+        Of a number on the host that the run itself makes, kernels hold the value.
+        """
+        taken, made = (
+            [leaf for leaf in _torch.flatten(value)[0] if isinstance(leaf, Tensor)]
+            for value in (given, result)
+        )
+        if any(id(tensor) in self.elsewhere for tensor in taken):
+            for tensor in made:
+                self.note_input(tensor)
+        places = {t.device for t in (*taken, *made) if t.ndim or id(t) in self.elsewhere}
+        others = sorted(str(place) for place in places - {self.device})
+        return f"runs on {others[0]}" if self.device is not None and others else None
+
+    def _note_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         arguments, returns = op._schema.arguments, op._schema.returns
         for position, argument in enumerate(arguments):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             self._note_write(argument, value)
             self.numbers |= _is_number(op, argument, value)
         self.random |= torch.Tag.nondeterministic_seeded in op.tags
-        self.host_sync |= waits_for_device(op, args, kwargs, result) is not None
         self.casts |= _casts_to_integer(op, args, result)
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         allocates = op._schema.name.partition("::")[2] in _ALLOCATIONS

@@ -38,7 +38,7 @@ from piecewise_graph.analysis.claims import (
     live_claim,
     require,
 )
-from piecewise_graph.analysis.facts import Observations, SegmentFacts, waits_for_device
+from piecewise_graph.analysis.facts import Observations, SegmentFacts
 from piecewise_graph.analysis.op_call import Call, State, tensors_of
 from piecewise_graph.analysis.padding_rules import registered_rule
 from piecewise_graph.analysis.rules import find
@@ -84,6 +84,7 @@ def analyse(
     claims: Sequence[Claim | None],
     tokens: Collection[sympy.Symbol],
     largest: int | None = None,
+    device: torch.device | None = None,
 ) -> SegmentProof:
     """Run `gm` on its fake `inputs` and judge it.
 
@@ -92,11 +93,12 @@ def analyse(
         tokens: the size symbols that are padded.
         largest: no run, padded or not, has more tokens; None where that is not known. It bounds indices that
             count tokens (positions).
+        device: where graphs of the trace run; None where that is not known.
     """
     padding = Padding(frozenset(tokens), largest)
     forced: dict[fx.Node, str] = {}
     while True:
-        walk = _Walk(gm, padding, forced)
+        walk = _Walk(gm, padding, forced, device)
         outputs = walk.run_on(inputs, claims)
         more = walk.nodes_to_force()
         if not more:
@@ -110,13 +112,15 @@ def analyse(
 class _Walk(fx.Interpreter):
     """One run. Claims are kept by the identity of the tensors, which stay alive until its end."""
 
-    def __init__(self, gm: GraphModule, padding: Padding, forced: dict[fx.Node, str]) -> None:
+    def __init__(
+        self, gm: GraphModule, padding: Padding, forced: dict[fx.Node, str], device: torch.device | None
+    ) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.mode = _torch.fake_mode_of(gm)
         self.padding, self.forced = padding, forced
         self.fixed = self._fixes_tokens()
         self.found: dict[fx.Node, Finding] = {}
-        self.seen = Observations()
+        self.seen = Observations(device)
         self.states: dict[int, State] = {}
         self.by_storage: dict[int, dict[int, Tensor]] = {}
         self.writers: dict[int, list[fx.Node]] = {}
@@ -129,6 +133,7 @@ class _Walk(fx.Interpreter):
         for value, claim in zip(inputs, claims, strict=True):
             for tensor in _torch.inner_tensors(value) if isinstance(value, Tensor) else ():
                 self.inputs.append(tensor)
+                self.seen.note_input(tensor)
                 self._keep(tensor, claim if tensor is value else live_claim(tensor, ()))
         with self.mode or nullcontext(), torch.no_grad(), _torch.observe_ops(self.on_op):
             outputs: Sequence[Any] = self.run(*inputs, enable_io_processing=False)
@@ -165,15 +170,14 @@ class _Walk(fx.Interpreter):
     # --- judging ----------------------------------------------------------------------------------
 
     def on_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        self.seen.note(op, args, kwargs, result)
+        waits = self.seen.note(op, args, kwargs, result)
         if _torch.is_higher_order(op):
-            self._unproved(str(op), "runs graphs of its own")
+            self._find(str(op), waits or "runs graphs of its own", waits=waits is not None)
             self._set_live(tensors_of(result))
             return
         if op.namespace == "prim" or (not tensors_of((args, kwargs)) and not tensors_of(result)):
             return
         call = Call.of(op, args, kwargs, result, self.padding, self.state_of)
-        waits = waits_for_device(op, args, kwargs, result)
         if waits is not None:
             self._find(op._schema.name, waits, waits=True)
         try:

@@ -33,10 +33,8 @@ def blocked_at_any_size(
 ) -> str | None:
     """The same for one combination of sizes."""
     facts = [segment.facts for segment in segments.values()]
-    if len({given.spec.device for given in graph.inputs if given.spec and given.constant is None}) > 1:
-        return "mixed_devices"
     if any(segments[step.index].facts.host_sync for step in graph.segments if step.padded):
-        return "data_dependent"
+        return "mixed_devices" if graph.has_other_devices else "data_dependent"
     if any(fact.random for fact in facts):
         return "random_numbers"
     if writes_arguments:

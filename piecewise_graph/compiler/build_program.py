@@ -60,7 +60,7 @@ def build_program(
         warnings.warn(LeakWarning.inside_segment(op), stacklevel=2)
     program = Program(
         **compiled_fields(merged, proved, config, compiled, breaks=breaks, is_whole=is_whole),
-        device=_device(graph),
+        device=graph.device,
         merge=merge,
         breaks=breaks,
         changed=tuple(map(readable_source, _torch.changed_objects())),
@@ -201,11 +201,6 @@ def static_tokens(graph: SplitGraph, sizes: Sizes | None = None) -> int:
     integer = [spec.shape for spec in specs if not spec.dtype.is_floating_point]
     floating = [spec.shape[: max(len(spec.shape) - 1, 1)] for spec in specs]
     return max((evaluate(x, sizes or {}) for shape in integer or floating for x in shape[:2]), default=1)
-
-
-def _device(graph: SplitGraph) -> torch.device:
-    devices = [given.spec.device for given in graph.inputs if given.spec is not None]
-    return next((d for d in devices if d.type != "cpu"), devices[0] if devices else torch.device("cpu"))
 
 
 def _last_use(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> dict[int, int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
+import torch
 from torch.fx import GraphModule, Node
 
 from piecewise_graph import _torch
@@ -45,16 +46,22 @@ class Prover:
 
     def keys(self, graph: SplitGraph) -> dict[int, Key]:
         """The keys of a graph's segments, made before a proof of one can add conditions to their trace."""
-        return {step.index: structure_key(step.gm, self._compiler) for step in graph.segments}
+        device = graph.device
+        return {step.index: structure_key(step.gm, self._compiler, device) for step in graph.segments}
 
     def prove(
-        self, key: Key, gm: GraphModule, claims: tuple[Claim | None, ...], tokens: Sequence[sympy.Symbol]
+        self,
+        key: Key,
+        gm: GraphModule,
+        claims: tuple[Claim | None, ...],
+        tokens: Sequence[sympy.Symbol],
+        device: torch.device,
     ) -> SegmentProof:
-        """What is proved of the structure of `key`."""
+        """What is proved of the structure of `key`, in a trace whose graphs run on `device`."""
         proof = self._known.get((key.digest, claims))
         if proof is None:
             inputs = _torch.argument_values(gm)
-            proof = analyse(gm, inputs, claims, tokens, self.largest)
+            proof = analyse(gm, inputs, claims, tokens, self.largest, device)
             self._known[key.digest, claims] = proof
         return proof
 
@@ -174,7 +181,8 @@ class Judge:
             for x in step.inputs
         )
         key = self.keys[step.index]
-        proof = self._with_uncapturable(step, self.prover.prove(key, step.gm, given, self.tokens))
+        proof = self.prover.prove(key, step.gm, given, self.tokens, self.split.device)
+        proof = self._with_uncapturable(step, proof)
         self.facts[key.digest] = proof.facts
         self.computes[step.index] = proof.facts.computes
         named = self.split.arguments_sharing_storage(slot for _, slot in _written(step, proof))

@@ -62,10 +62,15 @@ class Key:
 Conditions: TypeAlias = "tuple[tuple[sympy.Basic, dict[sympy.Symbol, str]], ...]"
 
 
-def structure_key(gm: GraphModule, compiler: str) -> Key:
-    """The key of `gm` in this process."""
+def structure_key(gm: GraphModule, compiler: str, device: torch.device) -> Key:
+    """The key of `gm` in this process.
+
+    Args:
+        device: where graphs of its trace run. They hold nothing of what lies elsewhere.
+    """
     writer = _KeyWriter(gm, compiler)
-    return writer.key(writer.lines(), digits=16)
+    elsewhere = [f"beside graphs on {device}"] if set(_devices(gm)) - {device} else []
+    return writer.key([*writer.lines(), *elsewhere], digits=16)
 
 
 def portable_key(gm: GraphModule) -> Key | str:

@@ -37,8 +37,11 @@ class Mode:
 
     def unsupported(self, program: Program) -> str | None:
         """Why no forward of the trace can be captured so, or None."""
-        capturable = not self.one_graph or all(call.op.capturable for call in program.split.op_calls)
-        return None if capturable else "op_not_capturable"
+        if not self.one_graph:
+            return None
+        if not all(call.op.capturable for call in program.split.op_calls):
+            return "op_not_capturable"
+        return "mixed_devices" if program.split.has_other_devices else None
 
     def exact_only(self, program: Program, proofs: PaddingProofs, sizes: Iterable[int]) -> dict[int, str]:
         """Buckets that serve their exact size only, and why, as far as the proofs are known."""
@@ -72,7 +75,8 @@ def _fits_one_graph(workspace: Workspace, bucket: int) -> bool:
     program, proofs = workspace.program, workspace.proofs
     padded = program.token is not None and proofs.exact_only(program, bucket, one_graph=False) is None
     waits = any(segment.facts.host_sync for segment in program.compiled.values())
-    return not padded and not waits and program.split.is_cut_at_attention
+    alone = program.split.is_cut_at_attention and not program.split.has_other_devices
+    return not padded and not waits and alone
 
 
 PIECEWISE = Mode("piecewise", False, record_pieces)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import sympy
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -146,6 +147,22 @@ class SplitGraph:
         """(index, layout) of the tensors that a call passes and replays copy."""
         given = enumerate(self.inputs)
         return tuple((index, x.spec) for index, x in given if x.spec is not None and not x.bound)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where its graphs run: the first GPU among the devices of its arguments, else the first of them."""
+        devices = [given.spec.device for given in self.inputs if given.spec is not None]
+        gpus = [device for device in devices if device.type not in ("cpu", "meta")]
+        return next(iter([*gpus, *devices]), torch.device("cpu"))
+
+    @cached_property
+    def has_other_devices(self) -> bool:
+        """An argument, or what crosses a cut, lies on another device: its readers run there, uncaptured."""
+        constants = {slot for slot, given in enumerate(self.inputs) if given.constant is not None}
+        return any(
+            spec is not None and slot not in constants and spec.device != self.device
+            for slot, spec in enumerate(self.specs)
+        )
 
     @cached_property
     def opaque(self) -> tuple[int, ...]:
