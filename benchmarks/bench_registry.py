@@ -54,6 +54,7 @@ def model_row(
 ) -> dict[str, Any]:
     """The figures of one model; what went wrong, where it could not be compiled or called."""
     began = time.perf_counter()
+    torch.set_num_threads(1)  # many processes work side by side, on small models
     row: dict[str, Any] = {"model": name}
     signal.signal(signal.SIGALRM, partial(_too_long, seconds))
     signal.alarm(seconds)

@@ -30,6 +30,7 @@ NAMES = {
     "captures": "graphs captured (segments x buckets; on a CPU their stand-ins)",
     "replays": "forwards served by a tape",
     "padded_batches": "forwards whose batch was padded to a batch size",
+    "slower_batches": "forwards whose batch was not padded, because their own sizes are faster",
     "phase_captures": "phases of a speculative round captured as one graph (eagle)",
     "phase_replays": "phases served by such a graph",
     "full_replays": "replays of a full graph, splitting ops included",

@@ -71,15 +71,15 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1191,
+    "beside": 1192,
     "_torch": 690,
     "kernels": 441,
     "splitter": 957,
     "analysis": 1617,
     "compiler": 1624,
-    "recorder": 1114,
-    "runtime": 1168,
-    "inspection": 961,
+    "recorder": 1123,
+    "runtime": 1234,
+    "inspection": 968,
     "frontend": 1018,
     "custom_ops": 3216,
     "eagle": 2976,

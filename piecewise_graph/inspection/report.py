@@ -187,7 +187,7 @@ def _split_trace(number: int, runtime: Runtime) -> TraceReport:
         cache_notes=dict(Counter(s.cache_reason for s in distinct if s.cache_reason is not None)),
         exact=_exact(distinct),
         leaks=split.leaks,
-        blocked=program.blocked,
+        blocked=runtime.blocked,
         padding=_unpadded(program, runtime.state.proofs),
         exact_only=program.unpaddable,
         buckets=tuple(
@@ -253,8 +253,11 @@ def _sizes(runtime: Runtime) -> str:
 
 def _several_sizes(runtime: Runtime) -> str:
     batches = runtime.several.batches if runtime.several is not None else None
-    served = f", {batches.requests} requests in batches of {batches.rows} rows" if batches is not None else ""
-    return f"several dynamic sizes{served}"
+    if batches is None:
+        return "several dynamic sizes"
+    prepared = f"{batches.prepared} batch sizes and proofs took {batches.preparing:.2f} s"
+    served = f"{batches.requests} requests in batches of {batches.rows} rows"
+    return f"several dynamic sizes, {served}; {prepared}"
 
 
 def _trace_lines(number: int, trace: TraceReport) -> list[str]:
@@ -282,6 +285,10 @@ def _trace_lines(number: int, trace: TraceReport) -> list[str]:
             f"  {b.tokens:6d}  {b.graphs:6d}  {b.graph_bytes / 2**20:8.1f}  {_planned(b)}  {b.seconds:7.2f}"
             f"  {b.replays:7d}  {b.mode}"
         )
+    counts = sum(bucket.token_counts for bucket in trace.buckets)
+    if counts:
+        each = sum(bucket.bind_seconds for bucket in trace.buckets) / counts
+        lines.append(f"  host time of a new token count: {each * 1e6:.0f} us (met: {counts})")
     lines += [f"  bucket {size} failed: {why}" for size, why in trace.failed.items()]
     lines += [f"  {_fallback(item)}" for item in trace.fallbacks.items()]
     return lines

@@ -20,6 +20,8 @@ class BucketRecord:
             static inputs.
         planned_bytes: what pg.plan said of `graph_bytes` before; None where it was not asked, or when full.
         replays: forwards served so far.
+        token_counts: how many its tape is bound to: at most the bucket.
+        bind_seconds: host time of binding them, each once.
         pool_bytes: of the pool after its capture; 0 in a plan.
         unpadded: reason -> segments that its replays run uncaptured at the exact size.
     """
@@ -33,5 +35,7 @@ class BucketRecord:
     buffer_bytes: int = 0
     planned_bytes: int | None = None
     replays: int = 0
+    token_counts: int = 0
+    bind_seconds: float = 0.0
     pool_bytes: int = 0
     unpadded: dict[str, int] = field(default_factory=dict)

@@ -7,6 +7,7 @@ token count are made once and kept, because a slice costs more host time than a 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,6 +72,7 @@ class ReplayTape:
         keep: storages that graphs read by address, kept alive by the tape.
         graphs: how many were captured.
         steps: per entry, the index of the step that it belongs to; empty for a tape of one graph.
+        bind_seconds: host time that binding has taken so far.
     """
 
     program: Program
@@ -83,12 +85,19 @@ class ReplayTape:
     keep: tuple[Any, ...]
     graphs: int
     steps: tuple[int, ...] = ()
+    bind_seconds: float = 0.0
     _bound: dict[int, BoundTape] = field(default_factory=dict)
+
+    @property
+    def token_counts(self) -> int:
+        """How many it was bound to."""
+        return len(self._bound)
 
     def bind(self, num_tokens: int) -> BoundTape:
         """The calls for `num_tokens` live tokens; made once per count."""
         bound = self._bound.get(num_tokens)
         if bound is None:
+            began = time.perf_counter()
             calls = tuple(
                 self._bind_late(entry, num_tokens) if isinstance(entry, LateCall) else entry
                 for entry in self.entries
@@ -96,6 +105,7 @@ class ReplayTape:
             outputs = tuple(resolve(self.program.split.outputs, lambda item: self._output(item, num_tokens)))
             bound = BoundTape(self.inputs.copies(self.bucket, num_tokens), calls, outputs, self.unpadded)
             self._bound[num_tokens] = bound
+            self.bind_seconds += time.perf_counter() - began
         return bound
 
     def _bind_late(self, late: LateCall, num_tokens: int) -> Call:

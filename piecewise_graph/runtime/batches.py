@@ -1,13 +1,16 @@
 """Batches: runtimes for the batch sizes of a trace whose batch and tokens both vary.
 
 With its batch taken for a number, such a trace has one size, and buckets like any other. A batch between two
-sizes is padded where that is proved harmless (Note [A batch of several sizes is proved twice]).
+sizes is padded where that is proved harmless (Note [A batch of several sizes is proved twice]) and not slower
+than the call at its own sizes. Both ways are timed once per batch size and bucket, as soon as it has a tape.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
@@ -18,11 +21,13 @@ from piecewise_graph import _torch
 from piecewise_graph.buckets import bucket_for
 from piecewise_graph.compiler.batched_sizes import BatchedSizes, cuts_to_rows, proof_of_padding
 from piecewise_graph.compiler.other_forms import at_batch
-from piecewise_graph.compiler.program import Program, as_returned
+from piecewise_graph.compiler.program import Program, as_returned, in_layout, run_steps
 from piecewise_graph.context import ForwardContext, get_forward_context
+from piecewise_graph.graph_pool import capturing_elsewhere
 from piecewise_graph.runtime.bound_addresses import Replaced
 from piecewise_graph.runtime.dispatch import Decision
 from piecewise_graph.runtime.model_state import ModelState
+from piecewise_graph.runtime.padding_cost import PaddingCost, measured
 from piecewise_graph.runtime.replay import Replay
 from piecewise_graph.runtime.side_channel import Purpose
 from piecewise_graph.sizes import ShapeContract, Sizes
@@ -58,17 +63,21 @@ class Batches:
     Attributes:
         requests: of the calls that were served so far.
         rows: that these calls ran, padding included.
+        prepared: how often a batch size was made or a proof was tried.
+        preparing: seconds of host time that this took.
     """
 
     def __init__(self, program: Program, state: ModelState, sizes: BatchedSizes) -> None:
         self._program, self._state, self._symbols = program, state, sizes
         self._cuts = cuts_to_rows(program, sizes)
         self._lock = Lock()  # other threads call the model too
-        self.requests = self.rows = 0
+        self.requests = self.rows = self.prepared = 0
+        self.preparing = 0.0
         self._runtimes: dict[int, OneSize | None] = {}
         self._seen: set[int] = set()
         self._rows_proved: dict[int, ShapeContract | None] = {}  # by the bucket of tokens
         self._tokens_proved: dict[int, ShapeContract | None] = {}  # by rows
+        self._costs: dict[tuple[int, int], PaddingCost | None] = {}  # by batch size and bucket of tokens
 
     def run(self, sizes: Sizes, args: Sequence[Any], make: MakeRuntime) -> list[Any] | None:
         """A call's outputs; None where no batch size serves it.
@@ -85,16 +94,24 @@ class Batches:
             # To fake the ops for a batch may have shown that they hold for some counts of tokens only.
             if runtime is None or runtime.program.contract.size_violation(self._tokens_of(sizes)) is not None:
                 return None
-            if not (size == rows or self._may_pad(runtime, size, sizes, args)):
+            if size != rows and not self._may_pad(runtime, size, sizes, args):
                 return None
-            self.requests, self.rows = self.requests + rows, self.rows + size
         try:
-            if size == rows:
-                return runtime(*args)
-            outputs = runtime(*self._grown(args, rows, size))
+            outputs = runtime(*args) if size == rows else self._padded(runtime, size, sizes, args)
         except Replaced:  # a weight, before anything ran
             self._runtimes.pop(size, None)
             return None
+        if outputs is not None:
+            self.requests, self.rows = self.requests + rows, self.rows + size
+        return outputs
+
+    def _padded(self, runtime: OneSize, size: int, sizes: Sizes, args: Sequence[Any]) -> list[Any] | None:
+        """The outputs of a call with rows appended; None where it is faster at its own sizes."""
+        grown = self._grown(args, sizes[self._symbols.batch[0]], size)
+        if not self._pays(runtime, size, sizes, args, grown):
+            counters.add("slower_batches")
+            return None
+        outputs = runtime(*grown)
         counters.add("padded_batches")
         return self._cut(outputs, args, sizes)
 
@@ -114,8 +131,21 @@ class Batches:
 
     def _made(self, fixed: Sizes, args: Sequence[Any], make: MakeRuntime) -> OneSize | None:
         state = self._state
-        program = _or_none(lambda: at_batch(self._program, fixed, args, state.config, state.compiled))
+        program = self._prepared(lambda: at_batch(self._program, fixed, args, state.config, state.compiled))
         return make(program, args) if program is not None and program.token == self._symbols.tokens else None
+
+    def _prepared(self, make: Callable[[], Made | None]) -> Made | None:
+        """What `make` makes; None where the ops cannot be faked at the sizes that it takes for the call's."""
+        began = time.perf_counter()
+        try:
+            return make()
+        except Exception as error:  # whatever it is: the call has another way
+            if _torch.is_dynamo_control_flow(error):
+                raise
+            log.info("no batch of its own: %s", error)
+            return None
+        finally:
+            self.prepared, self.preparing = self.prepared + 1, self.preparing + time.perf_counter() - began
 
     def _tokens_of(self, sizes: Sizes) -> Sizes:
         return {self._symbols.tokens: sizes[self._symbols.tokens]}
@@ -129,12 +159,27 @@ class Batches:
         apart = any(not step.padded for step in runtime.program.split.segments)
         return bucket == count or (not apart and _covers(self._proof_for_tokens(rows, args), count, bucket))
 
+    def _pays(
+        self, runtime: OneSize, size: int, sizes: Sizes, args: Sequence[Any], grown: Sequence[Any]
+    ) -> bool:
+        """The padded batch is not slower than the call at its own sizes, as far as is known."""
+        count, device = sizes[self._symbols.tokens], self._program.device
+        rows, ready = sizes[self._symbols.batch[0]] * count, runtime.replay_for(count, get_forward_context())
+        if ready is None or capturing_elsewhere(device):
+            return True  # the call captures its bucket first
+        key = size, ready.captured.tape.bucket
+        if key not in self._costs:
+            exact = partial(run_steps, self._program, in_layout(self._program, args, sizes), sizes)
+            self._costs[key] = measured(device, partial(runtime, *grown), exact, rows)
+        cost = self._costs[key]
+        return cost is None or cost.pays(rows)
+
     def _proof_for_rows(self, bucket: int, args: Sequence[Any]) -> ShapeContract | None:
         """At `bucket` tokens, the batches whose padding is proved harmless."""
         if bucket not in self._rows_proved:
             fixed, config, batch = self._symbols.at_tokens(bucket), self._state.config, self._symbols.batch[0]
             most = max(config.batches)
-            self._rows_proved[bucket] = _or_none(
+            self._rows_proved[bucket] = self._prepared(
                 lambda: proof_of_padding(self._program, fixed, args, config, most, batch=batch)
             )
         return self._rows_proved[bucket]
@@ -144,7 +189,7 @@ class Batches:
         if rows not in self._tokens_proved:
             fixed, config = self._symbols.at_batch(rows), self._state.config
             most = max(config.sizes)
-            self._tokens_proved[rows] = _or_none(
+            self._tokens_proved[rows] = self._prepared(
                 lambda: proof_of_padding(self._program, fixed, args, config, most)
             )
         return self._tokens_proved[rows]
@@ -184,14 +229,3 @@ def _covers(proof: ShapeContract | None, *values: int) -> bool:
         return False
     (symbol,) = proof.symbols
     return all(proof.size_violation({symbol: value}) is None for value in values)
-
-
-def _or_none(make: Callable[[], Made | None]) -> Made | None:
-    """What `make` makes; None where the ops cannot be faked at the sizes that it takes for the call's."""
-    try:
-        return make()
-    except Exception as error:  # whatever it is: the call has another way
-        if _torch.is_dynamo_control_flow(error):
-            raise
-        log.info("no batch of its own: %s", error)
-        return None

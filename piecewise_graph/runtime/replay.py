@@ -34,7 +34,12 @@ class CapturedBucket:
     @property
     def record(self) -> BucketRecord:
         """As reports show it."""
-        return replace(self._record, replays=self.replays)
+        return replace(
+            self._record,
+            replays=self.replays,
+            token_counts=self.tape.token_counts,
+            bind_seconds=self.tape.bind_seconds,
+        )
 
 
 class Replay:
