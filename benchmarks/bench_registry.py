@@ -3,6 +3,9 @@
     python -m benchmarks.bench_registry                      # all of them, in processes of their own
     python -m benchmarks.bench_registry mixtral bert-masked  # some of them
     python -m benchmarks.bench_registry --compiler inductor --jobs 8 --seconds 600
+    python -m benchmarks.bench_registry --experts grouped_mm,batched_mm --dtype float32,bfloat16
+
+The last one takes the models that have experts and may run them in several ways, in each way and type.
 
 Each model is compiled with `torch.compile(model, backend="piecewise")` and called three times at each size of
 SIZES: one token, every bucket, its neighbours, and sizes above the limit. The first two rounds capture; sizes
@@ -24,6 +27,7 @@ of benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import signal
@@ -32,6 +36,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,17 +54,40 @@ ROUNDS = SIZES, tuple(sorted(SIZES)), tuple(sorted(SIZES, reverse=True))
 TOLERANCE = 2e-3  # of the largest logit
 
 
-def model_row(
-    name: str, compiler: str, device: str, dtype: str, experts: str | None, seconds: int
-) -> dict[str, Any]:
-    """The figures of one model; what went wrong, where it could not be compiled or called."""
+# Dynamo unrolls their loops over tokens, anew for each size: they take longest, and so begin first.
+_SLOW = frozenset(
+    {
+        *("mamba", "falcon_mamba", "jamba", "bamba", "mamba2", "falcon_h1", "granitemoehybrid", "nemotron_h"),
+        *("zamba", "zamba2", "kimi_linear", "xlstm", "cpmant", "deepseek_v4", "hy_v4", "inkling_text"),
+        *("jetmoe", "longcat_flash", "gemma3n_text", "aria_text"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model, and how its experts run; None: as it chooses."""
+
+    name: str
+    dtype: str = "float32"
+    experts: str | None = None
+
+
+def model_row(variant: Variant, compiler: str, device: str, seconds: int) -> dict[str, Any] | None:
+    """The figures of one model; what went wrong, where it could not be compiled or called.
+
+    None for a model without experts, where a way to run them is asked for.
+    """
     began = time.perf_counter()
-    torch.set_num_threads(1)  # many processes work side by side, on small models
-    row: dict[str, Any] = {"model": name}
+    row: dict[str, Any] = {"model": variant.name, "dtype": variant.dtype}
+    row |= {} if variant.experts is None else {"experts": variant.experts}
     signal.signal(signal.SIGALRM, partial(_too_long, seconds))
     signal.alarm(seconds)
     try:
-        row |= _calls(name, compiler, torch.device(device), getattr(torch, dtype), experts)
+        found = _calls(variant, compiler, torch.device(device))
+        if found is None:
+            return None
+        row |= found
     except Exception as problem:
         row["error"] = f"{type(problem).__name__}: {str(problem)[:300]}"
     finally:
@@ -71,14 +99,16 @@ def _too_long(seconds: int, *_: Any) -> None:
     raise TimeoutError(f"more than {seconds} s")
 
 
-def _calls(
-    name: str, compiler: str, device: torch.device, dtype: torch.dtype, experts: str | None
-) -> dict[str, Any]:
+def _calls(variant: Variant, compiler: str, device: torch.device) -> dict[str, Any] | None:
     import tiny_models
 
-    model, exact = tiny_models.build(name).to(device, dtype), tiny_models.build(name)
-    if experts is not None:
-        model.set_experts_implementation(experts)  # type: ignore[operator]
+    name = variant.name
+    built: Any = tiny_models.build(name)
+    model, exact = built.to(device, getattr(torch, variant.dtype)), tiny_models.build(name)
+    if variant.experts is not None:
+        if not model._can_set_experts_implementation():
+            return None
+        model.set_experts_implementation(variant.experts)
     options = {"compiler": compiler, "capture_sizes": list(BUCKETS), "max_tokens": max(BUCKETS)}
     fast = torch.compile(model, backend="piecewise", options=options)
     wrong: set[int] = set()
@@ -147,13 +177,14 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _in_process(processes: Any, work: Any, until: float, name: str) -> dict[str, Any] | None:
+def _in_process(processes: Any, work: Any, until: float, variant: Variant) -> dict[str, Any] | None:
     """A model's row from a process of its own: what one model leaves behind, no other one meets."""
     if time.monotonic() > until:
-        return None
+        return {"left out": variant.name}
     with processes.Pool(1) as pool:
-        row: dict[str, Any] = pool.apply(work, (name,))
-    print(json.dumps(row), flush=True)
+        row: dict[str, Any] | None = pool.apply(work, (variant,))
+    if row is not None:
+        print(json.dumps(row), flush=True)
     return row
 
 
@@ -166,10 +197,9 @@ def _processes() -> Any:
     return processes
 
 
-def _row(
-    compiler: str, device: str, dtype: str, experts: str | None, seconds: int, name: str
-) -> dict[str, Any]:
-    return model_row(name, compiler, device, dtype, experts, seconds)
+def _row(compiler: str, device: str, seconds: int, variant: Variant) -> dict[str, Any] | None:
+    torch.set_num_threads(1)  # many processes work side by side, on small models
+    return model_row(variant, compiler, device, seconds)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -180,21 +210,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="model", help="of tests/tiny_models.py; default: all")
     parser.add_argument("--compiler", default="eager", choices=["eager", "inductor"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--experts", help="experts_implementation, for the models that have experts")
+    parser.add_argument("--dtype", default="float32", help="one or several, by commas")
+    parser.add_argument("--experts", help="experts_implementation, one or several: models that have experts")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit-seconds", type=int, default=300, help="of one model")
     parser.add_argument("--seconds", type=int, default=10**6, help="after these no further model is begun")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_registry.json")
     options = parser.parse_args(given)
-    work = partial(
-        _row, options.compiler, options.device, options.dtype, options.experts, options.limit_seconds
-    )
-    names, until = options.names or tiny_models.NAMES, time.monotonic() + options.seconds
+    work = partial(_row, options.compiler, options.device, options.limit_seconds)
+    names = sorted(options.names or tiny_models.NAMES, key=lambda name: name not in _SLOW)
+    ways = options.experts.split(",") if options.experts else [None]
+    variants = [Variant(*each) for each in itertools.product(names, options.dtype.split(","), ways)]
     with ThreadPoolExecutor(options.jobs) as threads:
-        run = partial(_in_process, _processes(), work, until)
-        rows = [row for row in threads.map(run, names) if row is not None]
-    total = summary(rows) | {"left_out": len(names) - len(rows)}
+        run = partial(_in_process, _processes(), work, time.monotonic() + options.seconds)
+        found = [row for row in threads.map(run, variants) if row is not None]
+    rows = [row for row in found if "model" in row]
+    total = summary(rows) | {"left_out": len(found) - len(rows)}
     marks = [
         Mark("wrong models", total["wrong"], 0),
         Mark("models with an error from inside", total["errors"], 0),

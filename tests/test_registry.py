@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.bench_registry import is_served, model_row, summary
+from benchmarks.bench_registry import Variant, is_served, model_row, summary
 
 # A window that ends the range of a trace, experts, a mask that is cut out, a residual that dropout returns,
 # an encoder, a scan over chunks.
@@ -17,15 +17,19 @@ SAMPLE = ["gemma3", "mixtral", "bloom", "gptj", "bert-masked", "xlnet"]
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_every_call_of_the_last_round_is_a_replay(name: str, device: torch.device) -> None:
-    row = model_row(name, "eager", str(device), "float32", None, seconds=300)
-    assert "error" not in row, row
+    row = model_row(Variant(name), "eager", str(device), seconds=300)
+    assert row is not None and "error" not in row, row
     assert row["wrong"] == [] and row["fallbacks"] == {} and row["replayed"] == row["calls"] == 11
     assert is_served(row)
 
 
+def test_models_without_experts_are_left_out_where_experts_are_asked_for() -> None:
+    assert model_row(Variant("bert-masked", experts="batched_mm"), "eager", "cpu", seconds=300) is None
+
+
 def test_a_model_that_raises_or_runs_without_graphs_is_told() -> None:
-    row = model_row("no such model", "eager", "cpu", "float32", None, seconds=300)
-    assert row["error"].startswith("KeyError")
+    row = model_row(Variant("no such model"), "eager", "cpu", seconds=300)
+    assert row is not None and row["error"].startswith("KeyError")
     left = {"wrong": [], "calls": 11, "replayed": 9, "fallbacks": {"derived_size": 2}, "graphs": 3}
     unseen = left | {"fallbacks": {}}
     found = summary([row, left, left | {"replayed": 11, "fallbacks": {}}, left | {"wrong": [5]}, unseen])
