@@ -75,7 +75,7 @@ BUDGETS = {
     "_torch": 690,
     "kernels": 441,
     "splitter": 957,
-    "analysis": 1617,
+    "analysis": 1623,
     "compiler": 1624,
     "recorder": 1123,
     "runtime": 1234,

@@ -52,7 +52,10 @@ def test_models_of_dynamic_sizes_have_graphs(compiler: str, device: torch.device
         for count in (3, 5, 2, 4, 7, 8, 6):
             ids = some_ids(count, device)
             same(fast(ids), model(ids))
-    assert "where" not in str(pg.explain(fast))
+    _, _, conditions = pg.explain(fast).traces[0].sizes.partition("where ")
+    assert all(
+        each.endswith("<= 2147483647") for each in conditions.split(", ") if each
+    )  # of Inductor, on GPUs
 
 
 @pytest.mark.parametrize("dynamic", [True, None])

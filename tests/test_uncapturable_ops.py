@@ -293,8 +293,8 @@ class Doubled(Quantised):
 
 @pytest.mark.usefixtures("refusing")
 def test_a_function_of_a_wrapper_is_cut_out_with_its_wrapper(device: torch.device) -> None:
-    layers = [quantise(nn.Linear(WIDTH, WIDTH), Doubled.of), *(nn.Tanh() for _ in range(9))]
-    model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH)).to(device)
+    first, last = (nn.Linear(WIDTH, WIDTH, device=device) for _ in range(2))
+    model = nn.Sequential(quantise(first, Doubled.of), *(nn.Tanh() for _ in range(9)), last)
     fast = compiled(model, token_dim={"input": 0}, padding="tried")
     with pg.counters.expect(tapes=1, captures=1, replays=2, failed_captures=0, fallbacks=0):
         for n in (3, 4, 2):

@@ -33,7 +33,12 @@ def bounds_by_index(values: Sequence[Any]) -> dict[int, Bounds]:
     """Bounds of the elements that small integer tensors among `values` have now."""
     found = {}
     for index, value in enumerate(values):
-        if isinstance(value, Tensor) and is_integer(value) and 0 < value.numel() <= _FEW:
+        if (
+            isinstance(value, Tensor)
+            and is_integer(value)
+            and 0 < value.numel() <= _FEW
+            and not value.is_meta
+        ):
             low, high = value.aminmax() if value.dtype != torch.bool else (0, 1)
             found[index] = Bounds.of(int(low), int(high) + 1)
     return found

@@ -73,11 +73,12 @@ class Observations:
 
     def note(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> str | None:
         """Note one call of an op; why no CUDA graph can hold it, in words, or None."""
-        waits = self._runs_elsewhere((args, kwargs), result)
         if _torch.is_higher_order(op):
+            waits = self._runs_elsewhere((args, kwargs), result)
             self._note_graphs(op, args, kwargs)
         else:
-            waits = waits_for_device(op, args, kwargs, result) or waits
+            elsewhere = None if op.namespace == "prim" else self._runs_elsewhere((args, kwargs), result)
+            waits = waits_for_device(op, args, kwargs, result) or elsewhere
             self._note_op(op, args, kwargs, result)
         self.host_sync |= waits is not None
         return waits

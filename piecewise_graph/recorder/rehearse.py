@@ -191,12 +191,12 @@ def _prover(workspace: Workspace, num_tokens: int, bucket: int) -> Prove:
     probe = None if program.unpaddable else probe_size(program, num_tokens, bucket)
 
     def prove(step: SegmentStep, segment: CompiledSegment, inputs: list[Any]) -> bool:
-        key = trial_key(program, step, bucket)
-        if probe is None or key is None or key in proofs:
+        key, proved = trial_key(program, step, bucket), step.index not in program.unproved
+        if probe is None or key is None or key in proofs or (proved and not segment.facts.computes):
             return False
         trial = Trial(program, step, segment, probe, bucket)
         try:
-            reason = padding_reason(trial, inputs, proved=step.index not in program.unproved)
+            reason = padding_reason(trial, inputs, proved=proved)
         except (RuntimeError, ValueError, IndexError, AssertionError):
             # The model cannot run at this size (a batch norm of one row). The caller did nothing wrong.
             reason = "proof_failed"
