@@ -32,6 +32,10 @@ def test_a_model_that_raises_or_runs_without_graphs_is_told() -> None:
     assert row is not None and row["error"].startswith("KeyError")
     left = {"wrong": [], "calls": 11, "replayed": 9, "fallbacks": {"derived_size": 2}, "graphs": 3}
     unseen = left | {"fallbacks": {}}
-    found = summary([row, left, left | {"replayed": 11, "fallbacks": {}}, left | {"wrong": [5]}, unseen])
+    alone = {"unusable": "IndexError: its own"}
+    found = summary(
+        [row, alone, left, left | {"replayed": 11, "fallbacks": {}}, left | {"wrong": [5]}, unseen]
+    )
     assert (found["models"], found["served"], found["wrong"], found["errors"]) == (5, 1, 1, 1)
+    assert found["unusable"] == 1
     assert found["not_served_by_reason"] == {"derived_size": 2, "KeyError": 1, "no graph": 1}
