@@ -54,8 +54,9 @@ class Counters:
 
     def add_each(self, amounts: Iterable[tuple[str, int]]) -> None:
         """Add to several names at once, reasons included as `name:reason`: what every replay counts."""
+        counts = self._counts
         for name, amount in amounts:
-            self._counts[name] += amount
+            counts[name] += amount
 
     def snapshot(self) -> dict[str, int]:
         """All counts by name; every name of `NAMES` is present, reasons as they occurred."""

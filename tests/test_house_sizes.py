@@ -71,9 +71,9 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1192,
-    "_torch": 690,
-    "kernels": 441,
+    "beside": 1181,
+    "_torch": 699,
+    "kernels": 467,
     "splitter": 957,
     "analysis": 1623,
     "compiler": 1624,

@@ -60,3 +60,15 @@ def test_cublas_workspaces_can_be_cleared(device: torch.device) -> None:
     wanted = a @ a
     _torch.clear_cublas_workspaces()
     torch.testing.assert_close(a @ a, wanted)
+
+
+def test_a_stream_is_made_the_current_one(device: torch.device) -> None:
+    stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
+    try:
+        _torch.stream_setter(stream)()
+        assert torch.cuda.current_stream() == stream
+        assert _torch.stream_address(device) != 0
+    finally:
+        _torch.stream_setter(before)()
+    assert torch.cuda.current_stream() == before
+    assert _torch.current_device() == torch.cuda.current_device()

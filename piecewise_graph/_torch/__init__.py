@@ -19,10 +19,12 @@ from piecewise_graph._torch.compilers import (
 from piecewise_graph._torch.device import (
     capturing as capturing,
     clear_cublas_workspaces as clear_cublas_workspaces,
+    current_device as current_device,
     forget_capture as forget_capture,
     named_range as named_range,
     pool_bytes as pool_bytes,
     stream_address as stream_address,
+    stream_setter as stream_setter,
 )
 from piecewise_graph._torch.graphs import (
     argument_values as argument_values,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,17 @@ def stream_address(device: torch.device) -> int:
     It is ten times cheaper than comparing stream objects.
     """
     return torch._C._cuda_getCurrentRawStream(device.index or 0)
+
+
+def stream_setter(stream: torch.cuda.Stream) -> Callable[[], None]:
+    """Makes it the current stream, and its device the current one, faster than torch.cuda.set_stream does."""
+    stream_id, index, kind = stream.stream_id, stream.device_index, stream.device_type
+    return partial(torch._C._cuda_setStream, stream_id=stream_id, device_index=index, device_type=kind)
+
+
+def current_device() -> int:
+    """Index of the current GPU, where CUDA is up."""
+    return torch._C._cuda_getDevice()
 
 
 def clear_cublas_workspaces() -> None:
