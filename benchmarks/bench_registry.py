@@ -286,6 +286,8 @@ def main(arguments: list[str] | None = None) -> int:
         found = [row for row in threads.map(run, variants) if row is not None]
     rows = [row for row in found if "model" in row]
     total = summary(rows) | {"left_out": len(found) - len(rows)}
+    if not total["models"]:
+        parser.error("none of these models can be called in this way")
     marks = [
         Mark("wrong models", total["wrong"], 0),
         Mark("models with an error from inside", total["errors"], 0),

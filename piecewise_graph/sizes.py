@@ -34,7 +34,7 @@ class TensorSpec:
     def of(cls, tensor: Tensor) -> TensorSpec:
         shape = tuple(_torch.expression(size) for size in tensor.shape)
         stride = tuple(_torch.expression(step) for step in tensor.stride())
-        return cls(tensor.dtype, tensor.device, shape, stride)
+        return cls(tensor.dtype, _torch.device_of(tensor), shape, stride)
 
     @property
     def symbols(self) -> set[sympy.Symbol]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import piecewise_graph as pg
 from piecewise_graph.runtime import batches
 from piecewise_graph.runtime.padding_cost import PaddingCost
 
@@ -28,8 +27,7 @@ def batches_cost(
         if replay is None:
             return None
         timed.append(rows)
-        with pg.counters.unmoved():
-            padded(), exact()
+        padded(), exact()
         return PaddingCost(replay, launch, row)
 
     with monkeypatch.context() as patch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -28,10 +27,9 @@ PAIRS = ((2, 3), (3, 5), (2, 4), (4, 7), (3, 2), (3, 3), (2, 8), (4, 5), (2, 6),
 
 
 @pytest.fixture(autouse=True)
-def unmeasured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Padding is taken to pay, however busy a GPU is, but for the test of what is measured there."""
-    measures = request.node.get_closest_marker("gpu")
-    with nullcontext() if measures else batches_cost(monkeypatch, None):
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Padding is taken to pay, however busy a GPU is."""
+    with batches_cost(monkeypatch, None):
         yield
 
 
@@ -245,42 +243,6 @@ def test_batch_sizes_are_captured_before_serving(device: torch.device) -> None:
         for pair in PAIRS:
             x = batch(pair, device)
             assert_same(fast(x), model(x))
-
-
-@both_ways
-def test_a_batch_is_not_padded_where_that_is_slower(
-    compile: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call without graphs takes a second per row here, and a replay 12: below 11 rows padding is slower."""
-    model = Encoder().to(device)
-    fast = compile(model)
-    with batches_cost(monkeypatch, replay=12.0, launch=2.0, row=1.0) as timed:
-        fast(batch((3, 4), device))  # captures
-        for pair, slower in (((3, 2), 1), ((3, 4), 0), ((3, 3), 1), ((3, 4), 0), ((3, 3), 1)):
-            with pg.counters.expect(slower_batches=slower, padded_batches=1 - slower):
-                x = batch(pair, device)
-                assert_same(fast(x), model(x))
-    assert timed == [6]  # once per batch size and bucket
-    with pg.counters.expect(replays=1, slower_batches=1, padded_batches=0, fallbacks=0):
-        fast(batch((3, 3), device))  # the third call: its sizes have graphs of their own
-
-
-@pytest.mark.gpu
-def test_padding_is_measured_on_a_gpu(device: torch.device) -> None:
-    """Wide rows of 5 requests, padded to 8: the device takes 1.6 times as long, the host next to nothing."""
-    width, counts, sizes = 4096, (512,), (8,)
-    linears = nn.Sequential(*(nn.Linear(width, width, device=device) for _ in range(4)))
-
-    def model(x: Tensor) -> Tensor:
-        q = linears(x)[:, None]
-        return nn.functional.scaled_dot_product_attention(q, q, q)[:, 0]
-
-    options = {"compiler": "eager", "capture_sizes": counts, "max_tokens": 512, "batch_sizes": sizes}
-    fast = pg.compile(model, token_dim={"x": 1}, batch_dim={"x": 0}, **options)
-    wide = [torch.randn(5, count, width, device=device) for count in (512, 500)]
-    with pg.counters.expect(slower_batches=2, padded_batches=1):
-        for x in (wide[0], *wide):
-            torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-3)
 
 
 def test_a_frozen_call_answers_every_batch(device: torch.device) -> None:

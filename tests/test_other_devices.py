@@ -9,10 +9,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from test_uncapturable_ops import reads_host
 from torch import Tensor, nn
 from toys import REPLAYS, WIDTH, assert_same, check, compiled, counts_of, fallbacks, ops, rows
 
 import piecewise_graph as pg
+from piecewise_graph.errors import TraceError
+from piecewise_graph.kernels.copies import bind_copy
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -148,3 +151,79 @@ def test_a_frozen_call_with_parts_on_the_cpu(device: torch.device) -> None:
     for count in (3, 4, 2, 8, 3):
         ids = some_ids(count)
         assert_same(step(ids), model(ids))
+
+
+# --- numbers on the host --------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A number that the forward makes is read on both sides of an op; with `written`, also written."""
+
+    def __init__(self, device: torch.device, written: bool) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, device=device) for _ in range(3))
+        self.written = written
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        step = torch.tensor(0.5)
+        first, second, last = self.linears
+        h = ops.mix(first(x) * step)
+        if self.written:
+            step.add_(1)
+        h = ops.mix(second(h) * step)
+        if self.written:
+            step.add_(1)
+        return last(h) * step, step * 2
+
+
+def test_each_segment_makes_a_literal_for_itself(device: torch.device) -> None:
+    """On a GPU, too, where it would otherwise be a number on another device; what is returned is cut out."""
+    model = Scaled(device, written=False)
+    fast = compiled(lambda x: model(x)[0])
+    with pg.counters.expect(captures=2 * 3, unpadded_segments=0, replays=2, fallbacks=0):
+        for count in (3, 8, 4, 5):
+            x = rows(count, device)
+            assert_same(fast(x), model(x)[0])
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_number_that_is_written_begins_anew_in_every_call(written: bool, device: torch.device) -> None:
+    model = Scaled(device, written)
+    fast = compiled(model)
+    for count in (3, 3, 4, 2, 8, 5, 3):
+        x = rows(count, device)
+        assert_same(fast(x), model(x))
+    with pg.counters.expect(replays=1, fallbacks=0):
+        fast(rows(3, device))
+
+
+def test_the_host_is_one_device_whatever_its_index() -> None:
+    linear = nn.Linear(WIDTH, WIDTH)
+    fast = compiled(lambda x: ops.mix(linear(x)).to("cpu:0") + 1)
+    with pg.counters.expect(unpadded_segments=0, replays=2):
+        for _ in range(3):
+            fast(rows(3, torch.device("cpu")))
+
+
+def test_reasons_are_those_of_each_segment() -> None:
+    near, far = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, device="meta")
+
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = reads_host(near(x).relu())
+        return ops.mix(h * 2) + 1, far(torch.ones_like(x, device="meta"))
+
+    fast = compiled(model)
+    wanted = {"unpadded_segments:data_dependent": 1, "unpadded_segments:mixed_devices": 1}
+    fast(rows(3, torch.device("cpu")))
+    with pg.counters.expect(replays=1, **wanted):
+        fast(rows(3, torch.device("cpu")))
+
+
+def test_errors_do_not_speak_of_one_device_where_weights_lie_on_two() -> None:
+    with pytest.raises(TraceError, match="could not be traced with inputs x"):
+        compiled(Beside("meta"))(torch.randn(3, WIDTH + 1))
+
+
+def test_copies_into_buffers_of_several_gpus_are_made_one_by_one() -> None:
+    views = [torch.zeros(4), torch.empty(4, device="meta")]
+    assert bind_copy(views) is None

@@ -93,6 +93,7 @@ from piecewise_graph._torch.symbols import (
     value_range as value_range,
 )
 from piecewise_graph._torch.tensors import (
+    device_of as device_of,
     flatten as flatten,
     functions_while_tracing as functions_while_tracing,
     is_plain_tensor as is_plain_tensor,

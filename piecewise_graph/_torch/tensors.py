@@ -35,6 +35,11 @@ def functions_while_tracing() -> AbstractContextManager[None]:
     return surroundings
 
 
+def device_of(tensor: Tensor) -> torch.device:
+    """Where it lies; the host is one device, whatever index it was asked for by."""
+    return torch.device("cpu") if tensor.device.type == "cpu" else tensor.device
+
+
 def is_wrapped(tensor: Tensor) -> bool:
     """Inside of a transform of functions (vmap): it has no storage, and cannot leave the transform."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

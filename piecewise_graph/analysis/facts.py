@@ -33,6 +33,7 @@ class SegmentFacts:
         random: it draws random numbers.
         host_sync: no graph can hold it: it waits for the device, has a data-dependent shape
             (`waits_for_device`), or computes on another device than the graphs of its trace.
+        other_device: the last of these.
         floats_become_integers: it casts floats to integers, so a NaN may become an illegal index.
         computes: it does more than make views and allocate.
         size_is_a_number: a size enters the arithmetic (`x / T`), not only shapes.
@@ -44,6 +45,7 @@ class SegmentFacts:
     entangled_outputs: bool
     random: bool
     host_sync: bool
+    other_device: bool
     floats_become_integers: bool
     computes: bool
     size_is_a_number: bool
@@ -63,11 +65,12 @@ class Observations:
         self.written: set[int] = set()
         self.allocated: set[int] = set()
         self.alive: list[Tensor] = []  # a storage that died could lend its id to another one
-        self.random = self.host_sync = self.casts = self.computes = self.numbers = False
+        self.random = self.host_sync = self.other_device = False
+        self.casts = self.computes = self.numbers = False
 
     def note_input(self, tensor: Tensor) -> None:
         """A tensor that the run is given. One on the host, a number too, is read in every call."""
-        if tensor.device != self.device:
+        if self.device is not None and _torch.device_of(tensor) != self.device:
             self.elsewhere.add(id(tensor))
             self.alive.append(tensor)
 
@@ -88,6 +91,8 @@ class Observations:
 
         Of a number on the host that the run itself makes, kernels hold the value.
         """
+        if self.device is None:
+            return None
         taken, made = (
             [leaf for leaf in _torch.flatten(value)[0] if isinstance(leaf, Tensor)]
             for value in (given, result)
@@ -95,9 +100,10 @@ class Observations:
         if any(id(tensor) in self.elsewhere for tensor in taken):
             for tensor in made:
                 self.note_input(tensor)
-        places = {t.device for t in (*taken, *made) if t.ndim or id(t) in self.elsewhere}
+        places = {_torch.device_of(t) for t in (*taken, *made) if t.ndim or id(t) in self.elsewhere}
         others = sorted(str(place) for place in places - {self.device})
-        return f"runs on {others[0]}" if self.device is not None and others else None
+        self.other_device |= bool(others)
+        return f"runs on {others[0]}" if others else None
 
     def _note_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         arguments, returns = op._schema.arguments, op._schema.returns
@@ -140,6 +146,7 @@ class Observations:
             entangled_outputs=len(set(out_ids)) < len(out_ids) or bool(set(out_ids) & set(ids)),
             random=self.random,
             host_sync=self.host_sync,
+            other_device=self.other_device,
             floats_become_integers=self.casts,
             computes=self.computes,
             size_is_a_number=self.numbers,

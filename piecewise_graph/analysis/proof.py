@@ -170,16 +170,16 @@ class _Walk(fx.Interpreter):
     # --- judging ----------------------------------------------------------------------------------
 
     def on_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        waits = self.seen.note(op, args, kwargs, result)
-        if _torch.is_higher_order(op):
-            self._find(str(op), waits or "runs graphs of its own", waits=waits is not None)
+        waits, runs_graphs = self.seen.note(op, args, kwargs, result), _torch.is_higher_order(op)
+        if waits is not None:
+            self._find(str(op) if runs_graphs else op._schema.name, waits, waits=True)
+        if runs_graphs:
+            self._unproved(str(op), "runs graphs of its own")
             self._set_live(tensors_of(result))
             return
         if op.namespace == "prim" or (not tensors_of((args, kwargs)) and not tensors_of(result)):
             return
         call = Call.of(op, args, kwargs, result, self.padding, self.state_of)
-        if waits is not None:
-            self._find(op._schema.name, waits, waits=True)
         try:
             require(self.node not in self.found, "runs on live rows")
             states = self._judge(call)

@@ -33,8 +33,9 @@ def blocked_at_any_size(
 ) -> str | None:
     """The same for one combination of sizes."""
     facts = [segment.facts for segment in segments.values()]
-    if any(segments[step.index].facts.host_sync for step in graph.segments if step.padded):
-        return "mixed_devices" if graph.has_other_devices else "data_dependent"
+    padded = [segments[step.index].facts for step in graph.segments if step.padded]
+    if any(fact.host_sync for fact in padded):
+        return "mixed_devices" if any(fact.other_device for fact in padded) else "data_dependent"
     if any(fact.random for fact in facts):
         return "random_numbers"
     if writes_arguments:

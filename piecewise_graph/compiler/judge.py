@@ -212,11 +212,21 @@ class Judge:
             self._write(slot, proof.inputs[index])
         self.claims.update(zip(step.outputs, proof.outputs, strict=True))
         self.claims.update((step.outputs[i], self._live(step.outputs[i])) for i in proof.facts.uninitialised)
+        self._refuse_numbers_elsewhere(step)
         if proof.findings:
             self.unproved[step.index] = _text(proof.findings)
             self.wanted |= {step.origins[found.node.name] for found in proof.findings}
             waiting = [node for found in proof.findings if found.waits for node in _with_readers(found.node)]
             self.waiting |= {step.origins[node.name] for node in waiting}
+
+    def _refuse_numbers_elsewhere(self, step: SegmentStep) -> None:
+        """A graph makes no number on the host anew. One that leaves it is made between the graphs."""
+        for slot in step.outputs:
+            spec, (_, node) = self.split.spec(slot), self.makers[slot]
+            if spec.device != self.split.device and not spec.shape:
+                self.wanted.add(node)
+                self.waiting.add(node)
+                self.unproved.setdefault(step.index, f"{node} (is a number on {spec.device})")
 
     def _unpadded(self, step: SegmentStep, proof: SegmentProof) -> None:
         self.unproved[step.index] = _text(proof.findings) or "beside what is unproved"

@@ -128,7 +128,7 @@ def _unportable(node: Node) -> str | None:
 
 def _devices(gm: GraphModule) -> list[torch.device]:
     values = [_torch.example_value(node) for node in gm.graph.nodes]
-    return sorted({x.device for x in values if isinstance(x, Tensor)}, key=str)
+    return sorted({_torch.device_of(x) for x in values if isinstance(x, Tensor)}, key=str)
 
 
 def surroundings(devices: list[torch.device]) -> Iterator[str]:

@@ -277,10 +277,11 @@ class CompiledModel:
         return TraceError.failed(described, _first_line(error))
 
     def _misplaced(self, tensors: Mapping[str, Tensor]) -> TraceError | None:
-        weight = next(self._model.parameters(), None) if isinstance(self._model, torch.nn.Module) else None
+        weights = self._model.parameters() if isinstance(self._model, torch.nn.Module) else ()
+        places = {weight.device for weight in weights}
         for name, tensor in tensors.items():
-            if weight is not None and tensor.device != weight.device:
-                return TraceError.wrong_device(name, str(tensor.device), str(weight.device))
+            if len(places) == 1 and tensor.device not in places:
+                return TraceError.wrong_device(name, str(tensor.device), str(*places))
         return None
 
 

@@ -13,8 +13,7 @@ check="always"). After replacing any of these, call `rebind()`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from piecewise_graph.frontend.one_token import is_of_transformers
 from piecewise_graph.frontend.state_lookup import original_of
 from piecewise_graph.frontend.untraced import untraced
 from piecewise_graph.runtime.model_state import ModelState
-from piecewise_graph.splitter.split_graph import Ref
+from piecewise_graph.splitter.split_graph import Ref, SplitGraph
 
 
 def freeze(compiled: Any, *example_args: Any, **example_kwargs: Any) -> Frozen:
@@ -69,10 +68,7 @@ class Frozen:
     def __init__(self, compiled: Any, leaves: Sequence[Any], structure: Any, trace: FrozenTrace) -> None:
         self._compiled, self._structure, self._trace = compiled, structure, trace
         self._example = tuple(leaves)
-        device_type = trace.runtime.program.device.type
-        # Asked without an argument, torch tells of CUDA, and takes a quarter of the time.
-        asked = () if device_type == "cuda" else (device_type,)
-        self._autocast_is_on = partial(torch.is_autocast_enabled, *asked)
+        self._autocast_is_on = _autocast_question(trace.runtime.program.split)
         self._names = leaf_names(compiled, structure, len(leaves))
         self._flat_forms: set[Hashable] = set()
         self._constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
@@ -254,3 +250,12 @@ class Frozen:
             for dim, size in enumerate(spec.shape if spec is not None else ()):
                 if size.is_Integer and leaf.shape[dim] != int(size):
                     raise FreezeError.kind(name, describe(leaf), f"size {size} in dimension {dim}")
+
+
+def _autocast_question(split: SplitGraph) -> Callable[[], bool]:
+    """Asks whether autocast is on for a device of the trace."""
+    kinds = {spec.device.type for spec in split.specs if spec is not None}
+    if kinds == {"cuda"}:
+        return torch.is_autocast_enabled  # of CUDA without an argument, in a quarter of the time
+    known = list(filter(torch.amp.is_autocast_available, kinds))
+    return lambda: any(map(torch.is_autocast_enabled, known))

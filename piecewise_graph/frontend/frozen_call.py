@@ -70,7 +70,7 @@ class FrozenCall:
             tensor, (dtype, device) = tensors[place], self._kinds[place]
             if tensor.dtype is not dtype or tensor.device != device:
                 return MISS
-            inside = bisect_right(self._bounds, tensor.data_ptr()) % 2  # each microsecond counts here
+            inside = bisect_right(self._bounds, tensor.data_ptr()) % 2  # `is_apart` takes a microsecond
             if inside and not self._copies.is_apart(tensor, self._views[place]):
                 return MISS
         with self._turns as nested:

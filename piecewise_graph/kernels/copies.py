@@ -37,6 +37,8 @@ def bind_copy(destinations: Sequence[Tensor]) -> Copy | None:
     """
     if not 0 < len(destinations) <= SLOTS or not all(map(_serves, destinations)):
         return None
+    if len({tensor.device for tensor in destinations}) > 1:
+        return None
     if find_spec("triton") is None:
         return None
     unused = SLOTS - len(destinations)

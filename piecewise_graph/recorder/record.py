@@ -122,7 +122,7 @@ class _Recording:
     def _reason_apart(self, step: SegmentStep, segment: CompiledSegment) -> str | None:
         """Why the segment runs between the graphs, at the exact size; None where a graph holds it."""
         if segment.facts.host_sync:
-            return "mixed_devices" if self.program.split.has_other_devices else "data_dependent"
+            return "mixed_devices" if segment.facts.other_device else "data_dependent"
         reason = self.proofs.reason(self.program, step, self.bucket)
         return reason if self.exact_only is None else None
 

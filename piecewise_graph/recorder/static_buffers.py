@@ -104,11 +104,14 @@ class InputCopies:
         An address lies in a buffer where an odd number of these are at most as large.
         """
         storages = [view.untyped_storage() for view in self.views.values()]
-        ranges = {(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}
+        ranges = {(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages if each.data_ptr()}
         return [address for bounds in sorted(ranges) for address in bounds]
 
     def is_apart(self, tensor: Tensor, destination: Tensor) -> bool:
-        """`tensor` is `destination`, or lies in none of the buffers, which are written one by one."""
+        """`tensor` is `destination`, or lies in none of the buffers, which are written one by one.
+
+        Each buffer is all of its storage, so that the address of the first element tells.
+        """
         address = tensor.data_ptr()
         if bisect_right(self.bounds, address) % 2 == 0:
             return True

@@ -107,11 +107,10 @@ class Batches:
 
     def _padded(self, runtime: OneSize, size: int, sizes: Sizes, args: Sequence[Any]) -> list[Any] | None:
         """The outputs of a call with rows appended; None where it is faster at its own sizes."""
-        grown = self._grown(args, sizes[self._symbols.batch[0]], size)
-        if not self._pays(runtime, size, sizes, args, grown):
+        if not self._pays(runtime, size, sizes, args):
             counters.add("slower_batches")
             return None
-        outputs = runtime(*grown)
+        outputs = runtime(*self._grown(args, sizes[self._symbols.batch[0]], size))
         counters.add("padded_batches")
         return self._cut(outputs, args, sizes)
 
@@ -159,18 +158,20 @@ class Batches:
         apart = any(not step.padded for step in runtime.program.split.segments)
         return bucket == count or (not apart and _covers(self._proof_for_tokens(rows, args), count, bucket))
 
-    def _pays(
-        self, runtime: OneSize, size: int, sizes: Sizes, args: Sequence[Any], grown: Sequence[Any]
-    ) -> bool:
+    def _pays(self, runtime: OneSize, size: int, sizes: Sizes, args: Sequence[Any]) -> bool:
         """The padded batch is not slower than the call at its own sizes, as far as is known."""
-        count, device = sizes[self._symbols.tokens], self._program.device
-        rows, ready = sizes[self._symbols.batch[0]] * count, runtime.replay_for(count, get_forward_context())
+        requests, count = sizes[self._symbols.batch[0]], sizes[self._symbols.tokens]
+        device, ready = self._program.device, runtime.replay_for(count, get_forward_context())
         if ready is None or capturing_elsewhere(device):
             return True  # the call captures its bucket first
-        key = size, ready.captured.tape.bucket
+        key, rows = (size, ready.captured.tape.bucket), requests * count
         if key not in self._costs:
-            exact = partial(run_steps, self._program, in_layout(self._program, args, sizes), sizes)
-            self._costs[key] = measured(device, partial(runtime, *grown), exact, rows)
+            with self._state.pool_for(device).using() as nested:
+                if nested:
+                    return True  # and replays nothing
+                replay = partial(ready.launch_uncounted, self._grown(args, requests, size))
+                exact = partial(run_steps, self._program, in_layout(self._program, args, sizes), sizes)
+                self._costs[key] = measured(device, replay, exact, rows)
         cost = self._costs[key]
         return cost is None or cost.pays(rows)
 

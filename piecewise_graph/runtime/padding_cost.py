@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from piecewise_graph.telemetry import counters
+log = logging.getLogger(__name__)
 
 _TURNS = 3
 _CLEAR = 1.1  # a difference below a tenth is noise, and graphs of a call's own sizes take memory
@@ -36,18 +37,24 @@ class PaddingCost:
 def measured(
     device: torch.device, padded: Callable[[], object], exact: Callable[[], object], rows: int
 ) -> PaddingCost | None:
-    """Time both ways, by turns; None on a CPU, where nothing is launched and so nothing saved.
+    """Time both ways, by turns.
+
+    None on a CPU, where nothing is launched and so nothing saved, and where one of them raises (there may be
+    no memory for a call without graphs).
 
     Args:
-        padded: replays the padded batch. Both may be called more than once.
+        padded: replays the padded batch. Both are called several times.
         exact: runs a call that is padded to it, without graphs.
         rows: of that call, its requests times their tokens.
     """
     if device.type != "cuda":
         return None
-    with counters.unmoved():
+    try:
         exact()  # it may load kernels
         turns = [(_seconds(device, padded), _seconds(device, exact)) for _ in range(_TURNS)]
+    except Exception as error:  # whatever it is: the call itself has not begun
+        log.info("padding a batch was not measured: %s", error)
+        return None
     replay = min(total for (_, total), _ in turns)
     launch, total = (min(times) for times in zip(*(second for _, second in turns), strict=True))
     return PaddingCost(replay, launch, total / rows)

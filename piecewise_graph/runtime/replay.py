@@ -98,6 +98,11 @@ class Replay:
             captured.check(context, self.captured.tape.bucket, self.num_tokens, thorough=self._look_inside)
             self._look_inside = self._check_always
 
+    def launch_uncounted(self, args: Sequence[Any]) -> None:
+        """Replay a call's arguments for the time that it takes, inside `pool.using()`."""
+        self.bound.copy_in.fill(args)
+        self._pool.run_off_default_stream(self.bound.calls)
+
     def launch(self) -> tuple[Any, ...]:
         """Replay what lies in the static inputs, inside `pool.using()`.
 

@@ -9,7 +9,7 @@ cache stores of an argument that is an expression cannot be evaluated in another
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,6 +34,7 @@ class SegmentBuilder:
     Args:
         gm: the graph of the trace.
         slots, specs: of its tensors.
+        literals: nodes that each segment makes for itself.
         value: what stands for a node outside of the segment that made it.
     """
 
@@ -42,9 +43,10 @@ class SegmentBuilder:
         gm: GraphModule,
         slots: Mapping[Node, int],
         specs: Sequence[TensorSpec | None],
+        literals: Container[Node],
         value: Callable[[Node], Any],
     ) -> None:
-        self.gm, self.slots, self.specs, self.value = gm, slots, specs, value
+        self.gm, self.slots, self.specs, self.literals, self.value = gm, slots, specs, literals, value
         self.graph = Graph()
         self.root: dict[str, Any] = {}
         self.copied: dict[Node, Any] = {}
@@ -75,8 +77,8 @@ class SegmentBuilder:
         if node.op == "get_attr" and node not in self.slots:
             return self._copy_attribute(node)
         value = _torch.example_value(node)
-        if isinstance(value, (torch.SymFloat, torch.SymBool)):
-            return self._copy(node)  # computed anew wherever it is used, from sizes
+        if isinstance(value, (torch.SymFloat, torch.SymBool)) or node in self.literals:
+            return self._copy(node)  # computed anew wherever it is used, from sizes or from nothing
         return self._enter(self.value(node), value)
 
     def _enter(self, outer: Any, value: Any) -> Any:

@@ -26,6 +26,7 @@ from torch.fx.node import map_arg
 
 from piecewise_graph import _torch
 from piecewise_graph.sizes import TensorSpec, is_scalar
+from piecewise_graph.splitter.literals import literals_of
 from piecewise_graph.splitter.segment_builder import SegmentBuilder, attribute
 from piecewise_graph.splitter.source_names import MERGED_NAME, readable_source
 from piecewise_graph.splitter.split_graph import (
@@ -155,7 +156,7 @@ class _Lowering:
         self.storages: list[int | None] = []
         self.slots: dict[Node, int] = {}
         self.symbols: set[sympy.Symbol] = set()
-        self.assigned = _torch.assigned_attributes()
+        self.assigned, self.literals = _torch.assigned_attributes(), literals_of(gm)
         values = _torch.argument_values(gm)
         specs = [TensorSpec.of(value) for value in values if isinstance(value, Tensor)]
         self.in_layouts = set().union(*(spec.symbols for spec in specs))
@@ -277,12 +278,17 @@ class _Lowering:
         module = readable_source(_torch.module_source(node))
         return OpCall(op, callable_of(op, node.target), tuple(args), dict(kwargs), outputs, module)
 
+    def _takes(self, user: Node, node: Node) -> bool:
+        """`user`, in another group, is given what `node` makes."""
+        makes_its_own = user in self.home and self.home[user].kind is not _Kind.OPS
+        return not _is_scalar(user) and not (node in self.literals and makes_its_own)
+
     def _segment_step(self, group: _Group, position: int) -> SegmentStep | None:
         inside = set(group.nodes)
-        leaving = [n for n in group.nodes if any(u not in inside and not _is_scalar(u) for u in n.users)]
+        leaving = [n for n in group.nodes if any(self._takes(u, n) for u in n.users if u not in inside)]
         if not leaving and not any(map(may_write, group.nodes)):
             return None
-        builder = SegmentBuilder(self.gm, self.slots, self.specs, self._value_in_segment)
+        builder = SegmentBuilder(self.gm, self.slots, self.specs, self.literals, self._value_in_segment)
         gm = builder.build(group.nodes, leaving)
         origins = {new.name: node.name for node, new in builder.copied.items()}
         return SegmentStep(

@@ -150,10 +150,11 @@ class SplitGraph:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where its graphs run: the first GPU among the devices of its arguments, else the first of them."""
+        """Where its graphs run: the first GPU among the devices of its arguments, else the host."""
         devices = [given.spec.device for given in self.inputs if given.spec is not None]
         gpus = [device for device in devices if device.type not in ("cpu", "meta")]
-        return next(iter([*gpus, *devices]), torch.device("cpu"))
+        hosts = [device for device in devices if device.type == "cpu"]
+        return next(iter([*gpus, *hosts, *devices]), torch.device("cpu"))
 
     @cached_property
     def has_other_devices(self) -> bool:
