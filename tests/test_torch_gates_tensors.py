@@ -285,3 +285,9 @@ def test_tensors_that_share_a_storage_are_told(device: torch.device) -> None:
     assert _torch.share_storage(x, x[1:])
     assert not _torch.share_storage(x, x.clone())
     assert not _torch.share_storage(x, 3)
+
+
+def test_the_host_is_one_device() -> None:
+    at_index = torch.ones(2).to("cpu:0")
+    assert _torch.device_of(at_index) == _torch.device_of(torch.ones(2)) == torch.device("cpu")
+    assert _torch.device_of(torch.ones(2, device="meta")) == torch.device("meta")
