@@ -167,8 +167,9 @@ class Batches:
         key, rows = (size, ready.captured.tape.bucket), requests * count
         if key not in self._costs:
             with self._state.pool_for(device).using() as nested:
-                if nested:
-                    return True  # and replays nothing
+                ready = runtime.replay_for(count, get_forward_context())  # another thread may have dropped it
+                if nested or ready is None:
+                    return True
                 replay = partial(ready.launch_uncounted, self._grown(args, requests, size))
                 exact = partial(run_steps, self._program, in_layout(self._program, args, sizes), sizes)
                 self._costs[key] = measured(device, replay, exact, rows)
