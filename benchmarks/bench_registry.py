@@ -16,7 +16,7 @@ that get graphs of their own get them in the second. Each round has another orde
     compiled   of such sizes, those at which plain torch.compile gives our rows: the model computes something
                else when it is compiled
     error      what a call raised
-    unusable   what the eager model raised; it is left out of the sums
+    unusable   what building or calling the eager model raised; it is left out of the sums
     calls      calls of the last round, of sizes up to the limit
     replayed   of those, forwards that graphs served (of several traces, where the model has graph breaks)
     failures   why captures failed, if any did
@@ -102,8 +102,22 @@ def model_row(variant: Variant, compiler: str, device: str, seconds: int) -> dic
     return row | {"seconds": round(time.perf_counter() - began, 1)}
 
 
+def _built(name: str) -> Any:
+    """The tiny model.
+
+    Raises:
+        EagerRaisesError: this version of transformers cannot build it so.
+    """
+    import tiny_models
+
+    try:
+        return tiny_models.build(name)
+    except Exception as problem:
+        raise EagerRaisesError(f"{type(problem).__name__}: {str(problem)[:200]}") from problem
+
+
 class EagerRaisesError(Exception):
-    """The model cannot be called at this size, compiled or not."""
+    """The model cannot be built small, or not be called at this size, compiled or not."""
 
 
 def _too_long(seconds: int, *_: Any) -> None:
@@ -111,11 +125,10 @@ def _too_long(seconds: int, *_: Any) -> None:
 
 
 def _calls(variant: Variant, compiler: str, device: torch.device) -> dict[str, Any] | None:
-    import tiny_models
 
     name = variant.name
-    built: Any = tiny_models.build(name)
-    model, exact = built.to(device, getattr(torch, variant.dtype)), tiny_models.build(name)
+    built, exact = _built(name), _built(name)
+    model = built.to(device, getattr(torch, variant.dtype))
     if variant.experts is not None:
         if not model._can_set_experts_implementation():
             return None

@@ -17,6 +17,7 @@ from piecewise_graph.errors import ConfigError
 from piecewise_graph.runtime.model_state import FindState, all_states, state_for_trace
 from piecewise_graph.runtime.per_model import per_model, unsplit_per_model
 from piecewise_graph.runtime.unsplit import UnsplitRuntime
+from piecewise_graph.splitter.returned_views import without_returned_views
 from piecewise_graph.splitter.wrapper_weights import without_wrappers
 from piecewise_graph.telemetry import counters
 
@@ -64,6 +65,13 @@ def build(
         floats_are_guarded: Dynamo's guards on numbers stay, so that floats may become constants.
     """
     _torch.guard_every_weight()
+    returned = without_returned_views(gm)
+    return returned.added_to(_build(returned.gm, example_inputs, find_state, floats_are_guarded))
+
+
+def _build(
+    gm: GraphModule, example_inputs: Sequence[Any], find_state: FindState, floats_are_guarded: bool
+) -> Callable[..., Any]:
     plain = without_wrappers(gm, example_inputs)
     args, weights = plain.arguments(example_inputs), plain.weights(example_inputs)
     state = find_state([args[index] for index in weights])

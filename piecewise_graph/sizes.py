@@ -114,6 +114,13 @@ def is_scalar(value: Any) -> bool:
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+def in_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A copy of `tensor` in these strides, also where elements share memory by them."""
+    made = torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype, device=tensor.device)
+    overwrite(made, tensor)
+    return made
+
+
 def overwrite(destination: Tensor, source: Tensor) -> None:
     """`destination.copy_(source)`, where `destination` may be expanded (a dimension of stride 0)."""
     destination, source = each_once(destination, source)

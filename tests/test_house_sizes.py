@@ -71,14 +71,14 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1181,
-    "_torch": 702,
+    "beside": 1190,
+    "_torch": 706,
     "kernels": 469,
-    "splitter": 980,
+    "splitter": 1062,
     "analysis": 1629,
-    "compiler": 1633,
-    "recorder": 1123,
-    "runtime": 1243,
+    "compiler": 1651,
+    "recorder": 1165,
+    "runtime": 1295,
     "inspection": 968,
     "frontend": 1022,
     "custom_ops": 3216,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, symbolic_trace
 from torch.testing._internal.two_tensor import TwoTensor
+from traced import trace
 
 from piecewise_graph import _torch
 
@@ -90,3 +91,16 @@ def test_functions_of_wrappers_are_run_where_they_were_switched_off() -> None:
         with _torch.functions_of_wrappers(plain):
             assert isinstance(torch.relu(Loud(*given)), TwoTensor)
     assert _torch.uncompiled(plain)(torch.tensor([-1.0])).item() == 0.0
+
+
+def test_another_form_of_a_graph_ends_where_it_does() -> None:
+    def breaks(x: Tensor) -> Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    def look(gm: GraphModule) -> tuple[bool, bool]:
+        bare = GraphModule(gm, gm.graph)
+        return _torch.returns_intermediates(bare), _torch.returns_intermediates(_torch.ending_like(gm, bare))
+
+    assert trace(breaks, torch.ones(3), look=look).seen[0] == (False, True)

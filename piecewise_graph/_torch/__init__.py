@@ -34,6 +34,7 @@ from piecewise_graph._torch.graphs import (
     comparable as comparable,
     constants_of_one_trace as constants_of_one_trace,
     current_root_code as current_root_code,
+    ending_like as ending_like,
     example_value as example_value,
     fake_mode_of as fake_mode_of,
     is_compiled_in_place as is_compiled_in_place,

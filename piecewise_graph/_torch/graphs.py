@@ -215,6 +215,12 @@ def returns_intermediates(gm: GraphModule) -> bool:
     return False
 
 
+def ending_like(gm: GraphModule, other: GraphModule) -> GraphModule:
+    """`other`, made of `gm`, with Dynamo's note of why the graph ends where it does."""
+    other.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)  # type: ignore[assignment]
+    return other
+
+
 def source_text(source: Any) -> str:
     """The source as Dynamo writes it; "" of one without a name, such as a cell behind a graph break."""
     try:

@@ -10,7 +10,7 @@ from torch.fx import Node
 from piecewise_graph import _torch
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.sizes import TensorSpec
-from piecewise_graph.splitter.split_graph import Ref, SegmentStep, SplitGraph, references
+from piecewise_graph.splitter.split_graph import Ref, SegmentStep, SplitGraph
 
 # Why a trace has no buckets: graphs of it serve one combination of sizes (runtime/exact_sizes.py).
 WITHOUT_BUCKETS = frozenset({"no_token_dimension", "second_dynamic_dimension"})
@@ -42,6 +42,8 @@ def blocked_at_any_size(
         return "writes_an_input"
     if _returns_a_view(graph, breaks):
         return "returns_a_view"
+    if any(spec.symbols - set(graph.symbols) for spec in graph.specs if spec is not None):
+        return "data_dependent_size"
     if any(_reads_beyond_inputs(graph, step) for step in graph.segments):
         return "reads_beyond_a_view"
     return None
@@ -52,10 +54,8 @@ def _returns_a_view(graph: SplitGraph, breaks: bool) -> bool:
 
     What writes one afterwards would not change the copies that replays return.
     """
-    slots = [slot for slot in dict.fromkeys(references(graph.outputs)) if slot >= len(graph.inputs)]
-    made = [graph.storages[slot] for slot in slots]
     given = {graph.storages[slot] for slot, x in enumerate(graph.inputs) if x.spec is not None}
-    return bool(given & set(made)) or (breaks and len(set(made)) < len(made))
+    return any(breaks or graph.storages[slot] in given for slot in graph.shared_results)
 
 
 def _reads_beyond_inputs(graph: SplitGraph, step: SegmentStep) -> bool:

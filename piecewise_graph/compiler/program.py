@@ -14,7 +14,15 @@ from torch.fx import GraphModule
 
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import SplittingOpError
-from piecewise_graph.sizes import ShapeContract, Sizes, TensorSpec, evaluate, overwrite, same_layout
+from piecewise_graph.sizes import (
+    ShapeContract,
+    Sizes,
+    TensorSpec,
+    evaluate,
+    in_strides,
+    overwrite,
+    same_layout,
+)
 from piecewise_graph.splitter.merged_weights import Merge, with_merged
 from piecewise_graph.splitter.split_graph import (
     Opaque,
@@ -199,24 +207,50 @@ def run_steps(
                     values[slot] = (settle or as_promised)(call.op.name, part, split.spec(slot), sizes)
         for slot in program.dying_at(index):
             values[slot] = None
-    return [resolve(output, value_of) for output in split.outputs]
+    outputs = [resolve(output, value_of) for output in split.outputs]
+    return _without_bases(split, outputs) if program.breaks else outputs
+
+
+def _without_bases(split: SplitGraph, outputs: Sequence[Any]) -> list[Any]:
+    """A trace's results as replays return them: behind a graph break, Dynamo guards what a tensor views.
+
+    A result whose memory somebody else knows stays as it is.
+    """
+
+    kept = {*range(len(split.inputs)), *split.shared_results}
+
+    def alone(item: Any, value: Any) -> Any:
+        is_ours = isinstance(item, Ref) and item.slot not in kept
+        return in_strides(value, value.stride()) if is_ours and value._is_view() else value
+
+    return [alone(item, value) for item, value in zip(split.outputs, outputs, strict=True)]
 
 
 def as_promised(op: str, result: Any, spec: TensorSpec, sizes: Sizes) -> Tensor:
     """`result` in the layout that the next segment was compiled for.
 
-    One without elements only orders ops (vLLM's writes of KV); its dtype says nothing.
+    Raises:
+        SplittingOpError: see `check_promise`.
+    """
+    shape, stride = spec.shape_at(sizes), spec.stride_at(sizes)
+    check_promise(op, result, spec.dtype, shape)
+    if result.dtype != spec.dtype:
+        return spec.empty(sizes)  # without elements
+    return result if result.stride() == stride else in_strides(result, stride)
+
+
+def check_promise(op: str, result: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Hold what a splitting op returned against what its fake said.
+
+    A result without elements only orders ops (vLLM's writes of KV); its dtype says nothing.
+
+    Raises:
+        SplittingOpError: dtype or shape differ.
     """
     found = (result.dtype, tuple(result.shape))
-    promised = (spec.dtype, spec.shape_at(sizes))
-    orders_only = not result.numel() and found[1] == promised[1]
-    if found != promised and not orders_only:
-        raise SplittingOpError.broken_promise(op, promised, found)
-    if found == promised and result.stride() == spec.stride_at(sizes):
-        return result
-    kept = spec.empty(sizes)
-    overwrite(kept, result)
-    return kept
+    orders_only = not result.numel() and found[1] == shape
+    if found != (dtype, shape) and not orders_only:
+        raise SplittingOpError.broken_promise(op, (dtype, shape), found)
 
 
 def as_returned(
@@ -232,7 +266,8 @@ def as_returned(
         outputs: of the padded forward.
         args: of the call; an output may be one of them.
         sizes: of the call.
-        own: slot of a tensor that the forward made, and the tensor -> its live rows.
+        own: slot of a tensor that the forward made, and the tensor -> its live rows. Here they get the
+            strides that the trace has for them.
     """
 
     def returned(item: Any, value: Any) -> Any:
@@ -240,6 +275,9 @@ def as_returned(
             return evaluate(item.expr, sizes)
         if not isinstance(item, Ref):
             return value
-        return args[item.slot] if item.slot < len(args) else own(item.slot, value)
+        if item.slot < len(args):
+            return args[item.slot]
+        rows, strides = own(item.slot, value), program.split.spec(item.slot).stride_at(sizes)
+        return rows if rows.stride() == strides else in_strides(rows, strides)
 
     return [returned(item, value) for item, value in zip(program.split.outputs, outputs, strict=True)]

@@ -81,10 +81,10 @@ class FrozenCall:
                 self._copy_one_by_one(tensors, foreign)
             if self._padding:
                 torch._foreach_zero_(self._padding)
-            outputs = self._replay.launch()
+            self._replay.launch()
             if self._static is not None:
                 return self._static
-            return self._remake(own_outputs(self._runtime.program, outputs, (), copy=True))
+            return self._remake(own_outputs(self._runtime.program, self._replay.bound, (), copy=True))
 
     def _copy_one_by_one(self, tensors: Sequence[Tensor], foreign: Sequence[int]) -> None:
         plain = [place for place in foreign if place not in self._expanded]

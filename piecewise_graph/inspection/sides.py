@@ -200,7 +200,7 @@ class Comparison:
                 pool.run_off_default_stream((call,))
                 if ends and ends[position] != tape.steps[position]:
                     self._see_static(replay, tape.steps[position], see)
-            self._see_outputs(own_outputs(self.program, replay.bound.outputs, self.given, copy=False), see)
+            self._see_outputs(own_outputs(self.program, replay.bound, self.given, copy=False), see)
         return f"bucket {tape.bucket}"
 
     def _see_static(self, replay: Replay, step: int, see: See) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from piecewise_graph.splitter.split_graph import Opaque, OpStep, Ref, SegmentSte
 def record_segments(
     workspace: Workspace, args: Sequence[Any], bucket: int, *, ops_run: bool = True
 ) -> ReplayTape:
-    """Capture every segment at `bucket`. Call inside `pool.session()`, after a rehearsal.
+    """Capture every segment at `bucket`. Call inside `pool.session()`, where its code has run before.
 
     Args:
         args: the call's arguments; only bound ones (weights) are used.
@@ -34,16 +35,16 @@ def record_segments(
         return _Recording(workspace, args, bucket, ops_run).run()
 
 
-@dataclass(frozen=True)
 class _Memory:
     """What a tensor owns, or with `bridge` has borrowed."""
 
-    tensor: Tensor
-    bridge: bool
+    def __init__(self, tensor: Tensor, *, bridge: bool) -> None:
+        self.tensor, self.bridge, storage = tensor, bridge, tensor.untyped_storage()
+        self._begin = storage.data_ptr()
+        self._end = self._begin + storage.nbytes()
 
-    def holds(self, tensor: Tensor) -> bool:
-        storage = self.tensor.untyped_storage()
-        return storage.data_ptr() <= tensor.data_ptr() < storage.data_ptr() + storage.nbytes()
+    def holds(self, address: int) -> bool:
+        return self._begin <= address < self._end
 
 
 class _Recording:
@@ -63,6 +64,7 @@ class _Recording:
         self.values = workspace.input_values(args, bucket)
         self.keep = [value for value in self.values.values() if isinstance(value, Tensor)]
         self.held: dict[int, list[_Memory]] = {}
+        self.addresses: dict[int, int] = {}  # of what is held
         self.entries: list[Call | LateCall] = []
         self.steps: list[int] = []
         self.unpadded: Counter[str] = Counter()
@@ -104,19 +106,20 @@ class _Recording:
             elements = tuple(enumerate(step.outputs))
             bridges = self.workspace.bridges
             exact = ExactSegment.of(self.program, step, segment, self.bucket, bridges)
-            self._late(LateCall(segment.run, step.inputs, {}, elements, padded=False, bind=exact.bind))
+            name = f"segment_{step.index}"
+            self._late(LateCall(name, segment.run, step.inputs, {}, elements, padded=False, bind=exact.bind))
             for buffer in exact.buffers.values():
                 bridges.give_back(buffer)
         else:
             run = self._filling(step, segment)
             inputs = [self._value(item) for item in step.inputs]
             written = [inputs[index] for index in segment.facts.written] if self.pool.runs_captures else []
-            with kept(written):
+            with kept(written) if written else nullcontext():
                 replay, outputs = self.pool.capture(run, inputs)
             self.graphs += 1
             self.entries.append(replay)
             for slot, output in zip(step.outputs, outputs, strict=True):
-                self.held[slot] = [_Memory(output, bridge=False)]
+                self._hold(slot, output, bridge=False)
                 self.values[slot] = _torch.weak_alias(output) if output.is_cuda else output
 
     def _reason_apart(self, step: SegmentStep, segment: CompiledSegment) -> str | None:
@@ -149,7 +152,9 @@ class _Recording:
     def _ops(self, step: OpStep) -> None:
         for call in step.calls:
             op = call.op
-            self._late(LateCall(call.target, call.args, call.kwargs, call.outputs, op.padded, op.bind))
+            self._late(
+                LateCall(op.name, call.target, call.args, call.kwargs, call.outputs, op.padded, op.bind)
+            )
 
     def _late(self, late: LateCall) -> None:
         """Give its results buffers that the graphs after it can read, those that are read at all."""
@@ -158,19 +163,23 @@ class _Recording:
             spec = self.program.split.spec(slot)
             layout = spec.shape_at(self.sizes), spec.stride_at(self.sizes), spec.storage_numel(self.sizes)
             self.values[slot] = self.workspace.bridges.take(spec, *layout)
-            self.held[slot] = [_Memory(self.values[slot], bridge=True)]
+            self._hold(slot, self.values[slot], bridge=True)
         self.entries.append(replace(late, outputs=read))
+
+    def _hold(self, slot: int, tensor: Tensor, *, bridge: bool) -> None:
+        self.held[slot] = [_Memory(tensor, bridge=bridge)]
+        self.addresses[slot] = tensor.data_ptr()
 
     def _let_go(self, index: int) -> None:
         """Free what nothing reads after step `index`."""
         dying = self.program.dying_at(index)
         for memory in [memory for slot in dying for memory in self.held.pop(slot, ())]:
-            heir = next((slot for slot in self.held if memory.holds(self.values[slot])), None)
+            heir = next((slot for slot in self.held if memory.holds(self.addresses[slot])), None)
             if heir is not None:
                 self.held[heir].append(memory)
             elif memory.bridge:
                 self.workspace.bridges.give_back(memory.tensor)
-            elif self.pool.poison and not any(memory.holds(other) for other in self.keep):
+            elif self.pool.poison and not any(memory.holds(other.data_ptr()) for other in self.keep):
                 self.entries.append(_poisoner(memory.tensor))
 
 

@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from piecewise_graph.compiler.program import Program
+from piecewise_graph.compiler.program import Program, check_promise
 from piecewise_graph.recorder.static_buffers import InputCopies, StaticInputs, narrow, tails
-from piecewise_graph.sizes import evaluate, overwrite
+from piecewise_graph.sizes import evaluate, in_strides, overwrite
 from piecewise_graph.splitter.split_graph import Opaque, Ref, Size, resolve
 
-Call = Callable[[], Any]
+Call = Callable[..., Any]  # of no arguments; one that copies results takes `op` too
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,14 @@ class LateCall:
     """What runs between graphs: a splitting op, or a segment that must not be padded.
 
     Attributes:
+        name: of the op, or of the segment.
         target: called as `target(*args, **kwargs)`; Ref and Size stand nested in both.
         outputs: (index into the result or None, slot of the buffer that it is copied to).
         padded: it takes the bucket's full size.
         bind: see SplittingOp.
     """
 
+    name: str
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -50,12 +53,14 @@ class BoundTape:
         copy_in: brings the caller's activations to the static inputs.
         calls: the forward.
         outputs: per graph output a view of a static tensor, or a value that is no tensor of ours.
+        strides: per graph output those that the trace has for it, where a clone of the view has others.
         unpadded: see ReplayTape.
     """
 
     copy_in: InputCopies
     calls: tuple[Call, ...]
     outputs: tuple[Any, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
     unpadded: Mapping[str, int]
 
 
@@ -102,11 +107,35 @@ class ReplayTape:
                 self._bind_late(entry, num_tokens) if isinstance(entry, LateCall) else entry
                 for entry in self.entries
             )
-            outputs = tuple(resolve(self.program.split.outputs, lambda item: self._output(item, num_tokens)))
-            bound = BoundTape(self.inputs.copies(self.bucket, num_tokens), calls, outputs, self.unpadded)
+            items = self.program.split.outputs
+            outputs = tuple(resolve(items, lambda item: self._output(item, num_tokens)))
+            pairs = zip(items, outputs, strict=True)
+            strides = tuple(self._strides(item, value, num_tokens) for item, value in pairs)
+            copy_in = self.inputs.copies(self.bucket, num_tokens)
+            bound = BoundTape(copy_in, calls, outputs, strides, self.unpadded)
             self._bound[num_tokens] = bound
             self.bind_seconds += time.perf_counter() - began
         return bound
+
+    def run_first(self, args: Sequence[Any], num_tokens: int) -> list[Any]:
+        """Replay a call for the first time: what ops return is held against what their fakes said.
+
+        Later replays copy it as it is. Call it inside `pool.session()`.
+
+        Returns:
+            the graph's outputs, owned by the caller.
+
+        Raises:
+            SplittingOpError: an op returned another dtype or shape than its fake promised.
+        """
+        bound = self.bind(num_tokens)
+        bound.copy_in.fill(args)
+        for entry, call in zip(self.entries, bound.calls, strict=True):
+            if isinstance(entry, LateCall) and entry.outputs:
+                call(op=entry.name)
+            else:
+                call()
+        return own_outputs(self.program, bound, args, copy=True)
 
     def _bind_late(self, late: LateCall, num_tokens: int) -> Call:
         size = self.bucket if late.padded else num_tokens
@@ -144,6 +173,13 @@ class ReplayTape:
             return item  # the caller gets its own argument back
         return self._view(item.slot, num_tokens)
 
+    def _strides(self, item: Any, value: Any, num_tokens: int) -> tuple[int, ...] | None:
+        """See BoundTape. The rows of a bucket may lie further apart than those of fewer tokens."""
+        if not isinstance(item, Ref) or not isinstance(value, Tensor):
+            return None
+        strides = self.program.split.spec(item.slot).stride_at(self.program.sizes_at(num_tokens))
+        return None if torch.empty_like(value, device="meta").stride() == strides else strides
+
     def _integer(self, item: Size, num_tokens: int) -> int:
         return evaluate(item.expr, self.program.sizes_at(num_tokens))
 
@@ -155,29 +191,41 @@ class ReplayTape:
 
 
 def _call_into(
-    call: Call, destinations: tuple[tuple[int | None, Tensor], ...], to_zero: tuple[Tensor, ...]
+    call: Call,
+    destinations: tuple[tuple[int | None, Tensor], ...],
+    to_zero: tuple[Tensor, ...],
+    op: str | None = None,
 ) -> None:
+    """
+    Args:
+        op: name of the op whose results are checked; None copies them as they are.
+    """
     result = call()
     for element, destination in destinations:
-        overwrite(destination, result if element is None else result[element])
+        part = result if element is None else result[element]
+        if op is not None:
+            check_promise(op, part, destination.dtype, tuple(destination.shape))
+        overwrite(destination, part)
     for tail in to_zero:
         tail.zero_()
 
 
-def own_outputs(program: Program, outputs: Sequence[Any], args: Sequence[Any], *, copy: bool) -> list[Any]:
+def own_outputs(program: Program, bound: BoundTape, args: Sequence[Any], *, copy: bool) -> list[Any]:
     """A bound tape's outputs as the caller gets them.
 
     Args:
         args: the call's arguments; an output may be one of them.
-        copy: the caller owns what it gets.
+        copy: the caller owns what it gets, in the strides that the trace has for it.
     """
     return [
         _argument(program, value, args)
         if isinstance(value, Ref)
-        else value.clone()
-        if copy and isinstance(value, Tensor)
         else value
-        for value in outputs
+        if not copy or not isinstance(value, Tensor)
+        else value.clone()
+        if strides is None
+        else in_strides(value, strides)
+        for value, strides in zip(bound.outputs, bound.strides, strict=True)
     ]
 
 

@@ -103,14 +103,9 @@ class Replay:
         self.bound.copy_in.fill(args)
         self._pool.run_off_default_stream(self.bound.calls)
 
-    def launch(self) -> tuple[Any, ...]:
-        """Replay what lies in the static inputs, inside `pool.using()`.
-
-        Returns:
-            views of the static outputs, which the next replay overwrites.
-        """
+    def launch(self) -> None:
+        """Replay what lies in the static inputs, inside `pool.using()`; results lie in `bound.outputs`."""
         self._pool.run_off_default_stream(self.bound.calls)
         counters.add_each(self._counted)
         self.captured.replays += 1
         self.captured.last_used = next(_clock)
-        return self.bound.outputs

@@ -240,10 +240,10 @@ class Runtime:
         config = self.state.config
         ready.check(context, args if self.addresses.compared else None)
         ready.bound.copy_in.fill(args)
-        outputs = ready.launch()
+        ready.launch()
         # Behind a graph break, another trace of the model overwrites the memory that they share.
         copy = config.outputs == "copy" or self.program.breaks
-        return own_outputs(self.program, outputs, args, copy=copy)
+        return own_outputs(self.program, ready.bound, args, copy=copy)
 
     def _run_compiled(
         self, args: Sequence[Any], sizes: Sizes, num_tokens: int, reason: str, context: ForwardContext

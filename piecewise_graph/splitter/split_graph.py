@@ -177,6 +177,14 @@ class SplitGraph:
         sizes = (size for shape in shapes for size in shape if size is not None)
         return tuple(dict.fromkeys(found for size in sizes for found in sorted(size.free_symbols, key=str)))
 
+    @cached_property
+    def shared_results(self) -> frozenset[int]:
+        """Slots of results that lie in the memory of an argument, or of another result."""
+        slots = [slot for slot in dict.fromkeys(references(self.outputs)) if slot >= len(self.inputs)]
+        made = [self.storages[slot] for slot in slots]
+        given = {self.storages[slot] for slot, x in enumerate(self.inputs) if x.spec is not None}
+        return frozenset(s for s, at in zip(slots, made, strict=True) if at in given or made.count(at) > 1)
+
     def spec(self, slot: int) -> TensorSpec:
         """Layout of the tensor in `slot`, as a `Ref` names it."""
         spec = self.specs[slot]

@@ -105,7 +105,7 @@ def _rewritten(gm: GraphModule, layouts: Mapping[int, _torch.WrapperLayout]) -> 
     graph.lint()
     attributes = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
     held |= {name: attribute(gm, name) for name in attributes}
-    return GraphModule(held, graph)
+    return _torch.ending_like(gm, GraphModule(held, graph))
 
 
 def _replace(graph: Graph, node: Node, name: str, layout: _torch.WrapperLayout) -> None:
