@@ -15,7 +15,8 @@ with one event before and one after. A caller on another stream is served there.
 Note [cuBLAS workspaces]
 A captured GEMM holds the address of a workspace that torch keeps per stream. The workspaces are cleared
 before the captures, so that the first captured GEMM allocates one inside the pool. They are cleared again
-afterwards, so that no other GEMM writes there.
+afterwards, so that no other GEMM writes there. Work that is under way may still use one: its memory goes back
+to its stream, where whoever gets it next runs later.
 """
 
 from __future__ import annotations
@@ -298,7 +299,6 @@ def clean_cublas(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    torch.cuda.synchronize(device)
     _torch.clear_cublas_workspaces()
     try:
         yield

@@ -1,11 +1,15 @@
 """One uncaptured forward before a capture: it answers the call, proves padding, and warms the kernels up.
 
 Note [Rehearsal]
-A capture executes nothing, so it needs no live data, but three things must have happened before it: every
-kernel of the bucket ran once (loading a module or growing a workspace is not allowed in a capture), every
-distinct segment was shown to tolerate padding, and every splitting op did what its schema and fake say.
-The rehearsal does all three in one forward. Splitting ops run exactly once in it, so that a KV cache is not
-written twice. The outputs of the rehearsal are the answer of the call.
+A capture executes nothing, so it needs no live data, but three things must have happened before it: the code
+of every segment ran once (it may compile, time and load kernels then), every distinct segment was shown to
+tolerate padding, and every splitting op did what its schema says. The rehearsal does all three in one
+forward. Splitting ops run exactly once in it, so that a KV cache is not written twice. The outputs of the
+rehearsal are the answer of the call.
+
+Once that is done for one bucket of a trace, others are captured at once, and the call is answered by the
+first replay. What is new in them is loaded in the capture (cuBLAS has kernels for each size); where a capture
+does not bear that, it fails, and the bucket is rehearsed and captured again.
 
 Note [The padded forward]
 A batch prepared for full graphs describes all rows of the bucket, padding included. Its ops therefore always
@@ -55,6 +59,14 @@ class Rehearsal:
     outputs: list[Any]
     at_bucket: Sequence[Any] | None
     samples: Mapping[str, Sequence[Any]]
+
+
+def is_rehearsed(workspace: Workspace, bucket: int) -> bool:
+    """The code of every segment that a graph of `bucket` would hold has run and was tried."""
+    program = workspace.program
+    computing = [step for step in program.split.segments if program.compiled[step.index].facts.computes]
+    keys = [trial_key(program, step, bucket) for step in computing if step.padded]
+    return program.token is not None and all(key is not None and key in workspace.proofs for key in keys)
 
 
 class _CannotPad(Exception):

@@ -1,4 +1,4 @@
-"""The capture of one bucket: the call is answered uncaptured, and its bucket recorded along the way."""
+"""The capture of one bucket: its call is answered, and the bucket recorded along the way."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 
 from piecewise_graph.context import ForwardContext
 from piecewise_graph.errors import CaptureError
+from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.recorder.bucket_record import BucketRecord
 from piecewise_graph.recorder.padding import UNPROVEN
-from piecewise_graph.recorder.rehearse import rehearse
+from piecewise_graph.recorder.rehearse import is_rehearsed, rehearse
+from piecewise_graph.recorder.tape import ReplayTape
 from piecewise_graph.recorder.uncapturable import uncapturable_nodes
 from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.runtime.captured_context import CapturedContext
@@ -53,6 +55,7 @@ def capture_bucket(
     *,
     padded: bool,
     watch_ops: bool,
+    rehearsed: bool,
     planned: int | None,
 ) -> Outcome:
     """Answer a call of `num_tokens` tokens and record `bucket` in the mode of `tapes`.
@@ -60,10 +63,16 @@ def capture_bucket(
     Args:
         context: of the call. A full graph is captured for the objects in it.
         padded, watch_ops: see `rehearse`.
+        rehearsed: a forward of the trace was a rehearsal.
         planned: bytes that pg.plan expects; None where it says nothing.
     """
-    before, began = workspace.pool.bytes(), time.perf_counter()
+    measured = _Measured(workspace.pool, tapes, planned)
     with workspace.pool.session():
+        if rehearsed and not (padded or tapes.mode.one_graph) and is_rehearsed(workspace, bucket):
+            tape = _recorded_unrehearsed(workspace, tapes, args, num_tokens, bucket)
+            if tape is not None:
+                captured = CapturedBucket(tape, measured.record(tape), None)
+                return Outcome(tape.run_first(args, num_tokens), captured=captured)
         rehearsal = rehearse(workspace, args, num_tokens, bucket, padded=padded, watch_ops=watch_ops)
         reason = _exact_only(workspace, tapes, bucket)
         if reason is not None and bucket != num_tokens:
@@ -77,22 +86,47 @@ def capture_bucket(
         except Exception as error:  # whatever it was: the call itself has its answer
             found = uncapturable_nodes(workspace.program, rehearsal.samples)
             return Outcome(rehearsal.outputs, failure=CaptureError.failed(error), uncapturable=found)
-    held_now = workspace.pool.bytes()
-    record = BucketRecord(
-        bucket,
-        tape.graphs,
-        held_now - before,
-        mode=tapes.name,
-        seconds=time.perf_counter() - began,
-        planned_bytes=planned,
-        unpadded=dict(tape.unpadded),
-        pool_bytes=held_now,
-    )
-    log.info(
-        "captured %d tokens, %s: %d graphs, %d bytes, %.1f ms", bucket, tapes.name, tape.graphs,
-        record.graph_bytes, record.seconds * 1e3,
-    )  # fmt: skip
-    return Outcome(rehearsal.outputs, captured=CapturedBucket(tape, record, held))
+    return Outcome(rehearsal.outputs, captured=CapturedBucket(tape, measured.record(tape), held))
+
+
+def _recorded_unrehearsed(
+    workspace: Workspace, tapes: TapeSet, args: Sequence[Any], num_tokens: int, bucket: int
+) -> ReplayTape | None:
+    """The tape of a bucket whose code has run in other buckets; None where it has to be rehearsed."""
+    if bucket != num_tokens and _exact_only(workspace, tapes, bucket) is not None:
+        return None
+    try:
+        return tapes.mode.record(workspace, args, bucket, None)
+    except Exception as error:  # whatever it was: nothing has run yet, and a rehearsal may avoid it
+        log.info("%d tokens are captured again, after a rehearsal: %s", bucket, error)
+        return None
+
+
+class _Measured:
+    """What a capture takes, from here on."""
+
+    def __init__(self, pool: GraphPool, tapes: TapeSet, planned: int | None) -> None:
+        self._pool, self._tapes, self._planned = pool, tapes, planned
+        self._bytes, self._began = pool.bytes(), time.perf_counter()
+
+    def record(self, tape: ReplayTape) -> BucketRecord:
+        """The record of a capture that ended now."""
+        held = self._pool.bytes()
+        record = BucketRecord(
+            tape.bucket,
+            tape.graphs,
+            held - self._bytes,
+            mode=self._tapes.name,
+            seconds=time.perf_counter() - self._began,
+            planned_bytes=self._planned,
+            unpadded=dict(tape.unpadded),
+            pool_bytes=held,
+        )
+        log.info(
+            "captured %d tokens, %s: %d graphs, %d bytes, %.1f ms", tape.bucket, self._tapes.name,
+            tape.graphs, record.graph_bytes, record.seconds * 1e3,
+        )  # fmt: skip
+        return record
 
 
 def _exact_only(workspace: Workspace, tapes: TapeSet, bucket: int) -> str | None:

@@ -17,25 +17,24 @@ from typing import Any
 from torch import Tensor
 
 from piecewise_graph.compiler.other_forms import without_uncapturable
-from piecewise_graph.compiler.program import Program, in_layout, run_steps, write_back
+from piecewise_graph.compiler.program import Program, in_layout
 from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.graph_pool import capturing_elsewhere
 from piecewise_graph.recorder.memory_plan import TraceToPlan
 from piecewise_graph.recorder.mode import FULL, PIECEWISE
 from piecewise_graph.recorder.padding_proofs import PADDING_REASONS
-from piecewise_graph.recorder.rehearse import live_rows, pads, run_padded
 from piecewise_graph.recorder.tape import own_outputs
 from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.runtime.bound_addresses import BoundAddresses
 from piecewise_graph.runtime.bucket_capture import capture_bucket
 from piecewise_graph.runtime.budget import over_budget, plan_before_capture, planned_bytes
-from piecewise_graph.runtime.captured_context import check_tokens
-from piecewise_graph.runtime.dispatch import Action, Decision, Situation, bucket_of, decide
+from piecewise_graph.runtime.dispatch import Action, Decision, Situation, decide
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.replay import Replay
 from piecewise_graph.runtime.several_sizes import SeveralSizes
 from piecewise_graph.runtime.side_channel import Purpose, undoes_writes, undoing_writes
 from piecewise_graph.runtime.tapes import TapeSet
+from piecewise_graph.runtime.without_graphs import WithoutGraphs
 from piecewise_graph.sizes import Sizes, kept
 from piecewise_graph.telemetry import count_fallback, counters
 
@@ -79,13 +78,13 @@ class Runtime:
         )
         self.several = SeveralSizes.of(program, state, self.addresses)
         self._not_full = FULL.unsupported(program)
-        self._piecewise, self._full, self._workspace = self._nothing_captured()
+        self._piecewise, self._full, self._workspace, self._without_graphs = self._nothing_captured()
         state.add(self)
 
-    def _nothing_captured(self) -> tuple[TapeSet, dict[Hashable, TapeSet], Workspace]:
-        state = self.state
-        workspace = Workspace.empty(self.program, self.pool, state.proofs, max(self.sizes))
-        return TapeSet(PIECEWISE), {}, workspace
+    def _nothing_captured(self) -> tuple[TapeSet, dict[Hashable, TapeSet], Workspace, WithoutGraphs]:
+        workspace = Workspace.empty(self.program, self.pool, self.state.proofs, max(self.sizes))
+        uncaptured = WithoutGraphs(workspace, self.sizes, self.invalid, self._not_full)
+        return TapeSet(PIECEWISE), {}, workspace, uncaptured
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -175,7 +174,7 @@ class Runtime:
 
     def _begin_again(self, program: Program) -> None:
         self.program = program
-        self._piecewise, self._full, self._workspace = self._nothing_captured()
+        self._piecewise, self._full, self._workspace, self._without_graphs = self._nothing_captured()
         self.addresses.forget()
         self.generation += 1
 
@@ -248,27 +247,9 @@ class Runtime:
     def _run_compiled(
         self, args: Sequence[Any], sizes: Sizes, num_tokens: int, reason: str, context: ForwardContext
     ) -> list[Any]:
-        laid_out = in_layout(self.program, args, sizes)
         if self.state.channel.purpose is not Purpose.WARM_UP:
             self._count_fallback(reason, num_tokens)
-        # Inside of the caller's own capture nothing may be proven: a proof waits for the device.
-        if reason != "captured_by_caller":
-            bucket = bucket_of(num_tokens, self.sizes, self.invalid)
-            if bucket is not None and self._pads(num_tokens, bucket, context):
-                padded = run_padded(self._workspace, laid_out, num_tokens, bucket)
-                if padded is not None:
-                    return live_rows(self._workspace, padded, laid_out, num_tokens)
-        outputs = run_steps(self.program, laid_out, sizes)
-        write_back(self.program, args, laid_out)
-        return outputs
-
-    def _pads(self, num_tokens: int, bucket: int, context: ForwardContext) -> bool:
-        """An uncaptured forward runs on padded rows, because its batch describes them."""
-        cannot = self._not_full or self.program.blocked or num_tokens == 0
-        if cannot or not context.full_graph or not pads(self._workspace, num_tokens, bucket):
-            return False
-        check_tokens(context, num_tokens)
-        return True
+        return self._without_graphs.run(args, sizes, num_tokens, reason, context)
 
     def _capture(
         self, args: Sequence[Any], num_tokens: int, decision: Decision, context: ForwardContext
@@ -287,10 +268,12 @@ class Runtime:
             num_tokens,
             bucket,
             context,
-            padded=self._pads(num_tokens, bucket, context),
+            padded=self._without_graphs.pads(num_tokens, bucket, context),
             watch_ops=not self._piecewise.buckets,
+            rehearsed=self._without_graphs.rehearsed,
             planned=planned_bytes(state, self, bucket) if decision.mode is PIECEWISE else None,
         )
+        self._without_graphs.rehearsed = True
         if outcome.uncapturable and self._cut_out(outcome.uncapturable, args):
             if self.program.has_effects:
                 return outcome.outputs  # which a second forward would have twice; the next call captures
