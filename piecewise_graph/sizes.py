@@ -89,8 +89,8 @@ def same_layout(tensor: Tensor, strides: Sequence[int]) -> bool:
     return all(found == wanted for size, found, wanted in pairs if size > 1)
 
 
-def evaluate(expr: sympy.Expr, sizes: Sizes) -> int:
-    """The integer value of a size expression."""
+def evaluate(expr: sympy.Basic, sizes: Sizes) -> int:
+    """The value of a size expression: an integer, of a condition a bool."""
     if expr.is_Integer:
         return int(expr)
     value = sizes.get(expr)  # most expressions are the token symbol itself
@@ -98,9 +98,10 @@ def evaluate(expr: sympy.Expr, sizes: Sizes) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _computed(expr: sympy.Expr, sizes: tuple[tuple[sympy.Symbol, int], ...]) -> int:
+def _computed(expr: sympy.Basic, sizes: tuple[tuple[sympy.Symbol, int], ...]) -> int:
     """The layers of a model ask for the same strides over and over."""
-    return int(substitute(expr, dict(sizes)))
+    value = substitute(expr, dict(sizes))
+    return bool(value) if value.is_Boolean else int(value)
 
 
 def substitute(expr: sympy.Basic, sizes: Mapping[sympy.Symbol, int | sympy.Symbol]) -> sympy.Basic:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from internals import state, traces
 from torch import Tensor, nn
-from toys import BOTH, WIDTH, assert_same, compiled, ops, rows
+from toys import BOTH, WIDTH, assert_same, compiled, ops, rows, through_torch
 
 import piecewise_graph as pg
 
@@ -42,6 +42,25 @@ def test_a_graph_of_sizes_alone_runs(entry: Callable, compiler: str, device: tor
         for count in (3, 4, 7, 8, 9, 2, 3, 7):
             x = rows(count, device)
             assert_same(fast(x), model(x))
+
+
+def asks(x: Tensor) -> tuple[Tensor, bool, bool]:
+    return ops.mix(x) * 2, x.shape[0] > 5, x.shape[0] % 3 == 0
+
+
+@pytest.mark.parametrize("entry", [compiled, through_torch], ids=["pg.compile", "torch.compile"])
+def test_an_answer_about_sizes_is_returned_with_the_results(entry: Callable, device: torch.device) -> None:
+    """Whether the sequence is long, say: Dynamo leaves the answer to the graph."""
+    fast = entry(asks)
+    fast(rows(3, device))
+    fast(rows(5, device))
+    with pg.counters.expect(fallbacks=0):
+        for count in (3, 4, 6, 7, 8, 5, 6):
+            x = rows(count, device)
+            found, *answers = fast(x)
+            wanted, *right = asks(x)
+            assert_same(found, wanted)
+            assert answers == right and all(type(answer) is bool for answer in answers)
 
 
 class Parts(nn.Module):

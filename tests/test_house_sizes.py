@@ -71,10 +71,10 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1190,
+    "beside": 1191,
     "_torch": 706,
     "kernels": 469,
-    "splitter": 1062,
+    "splitter": 1064,
     "analysis": 1629,
     "compiler": 1651,
     "recorder": 1165,

@@ -72,8 +72,8 @@ def value_range(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int |
 
 
 def expression(value: Any) -> sympy.Expr:
-    """The sympy expression of an int, a SymInt or an expression."""
-    return value.node.expr if isinstance(value, torch.SymInt) else sympy.sympify(value)
+    """The sympy expression of an int, a SymInt, a SymBool or an expression."""
+    return value.node.expr if isinstance(value, (torch.SymInt, torch.SymBool)) else sympy.sympify(value)
 
 
 def size_of(shape_env: Any, expr: sympy.Expr) -> int | torch.SymInt:
@@ -81,7 +81,7 @@ def size_of(shape_env: Any, expr: sympy.Expr) -> int | torch.SymInt:
     return int(expr) if expr.is_Integer else shape_env.create_symintnode(expr, hint=None)
 
 
-def has_float_steps(size: torch.SymInt | sympy.Expr) -> bool:
+def has_float_steps(size: torch.SymInt | torch.SymBool | sympy.Expr) -> bool:
     """The size is computed by way of floats (`int(x.shape[0] * 0.5)`); `add_size` cannot write that down."""
     steps = expression(size).atoms(sympy.Float, sympy.Function)
     return any(not step.is_integer or type(step).__name__.endswith("ToInt") for step in steps)

@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from piecewise_graph import _torch
-from piecewise_graph.sizes import TensorSpec, is_scalar
+from piecewise_graph.sizes import TensorSpec, evaluate, is_scalar
 from piecewise_graph.splitter.literals import literals_of
 from piecewise_graph.splitter.segment_builder import SegmentBuilder, attribute
 from piecewise_graph.splitter.source_names import MERGED_NAME, readable_source
@@ -247,11 +247,12 @@ class _Lowering:
         return Ref(next(same, value.slot))
 
     def _scalar(self, value: Any) -> Any:
-        if isinstance(value, torch.SymInt):
+        is_answer = isinstance(value, torch.SymBool) and not _torch.has_float_steps(value)
+        if isinstance(value, torch.SymInt) or is_answer:
             expr = _torch.expression(value)
             if not expr.free_symbols <= self.symbols:
                 raise Unsplittable("data_dependent_size")
-            return Size(expr) if expr.free_symbols else int(expr)
+            return Size(expr) if expr.free_symbols else evaluate(expr, {})
         if isinstance(value, (tuple, list)):
             return tuple(self._scalar(item) for item in value)
         if isinstance(value, (int, float)):

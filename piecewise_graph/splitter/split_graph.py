@@ -32,9 +32,9 @@ class Opaque:
 
 @dataclass(frozen=True)
 class Size:
-    """An integer that depends on the trace's size symbols."""
+    """An integer, or an answer about some (`T > 64`), that depends on the trace's size symbols."""
 
-    expr: sympy.Expr
+    expr: sympy.Basic
 
 
 @dataclass(frozen=True)
