@@ -71,16 +71,16 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1191,
-    "_torch": 706,
+    "beside": 1193,
+    "_torch": 710,
     "kernels": 469,
-    "splitter": 1064,
+    "splitter": 1074,
     "analysis": 1629,
-    "compiler": 1651,
+    "compiler": 1654,
     "recorder": 1165,
-    "runtime": 1295,
+    "runtime": 1312,
     "inspection": 968,
-    "frontend": 1022,
+    "frontend": 1063,
     "custom_ops": 3216,
     "eagle": 2976,
     "bench": 646,

@@ -31,7 +31,7 @@ def test_a_model_that_raises_or_runs_without_graphs_is_told() -> None:
     unbuilt = model_row(Variant("no such model"), "eager", "cpu", seconds=300)
     assert unbuilt is not None and unbuilt["unusable"].startswith("KeyError")
     row = model_row(Variant("bert-masked"), "no such compiler", "cpu", seconds=300)
-    assert row is not None and row["error"].startswith("ConfigError")
+    assert row is not None and "no such compiler" in row["error"]
     left = {"wrong": [], "calls": 11, "replayed": 9, "fallbacks": {"derived_size": 2}, "graphs": 3}
     unseen = left | {"fallbacks": {}}
     alone = {"unusable": "IndexError: its own"}
@@ -40,4 +40,4 @@ def test_a_model_that_raises_or_runs_without_graphs_is_told() -> None:
     )
     assert (found["models"], found["served"], found["wrong"], found["errors"]) == (5, 1, 1, 1)
     assert found["unusable"] == 1
-    assert found["not_served_by_reason"] == {"derived_size": 2, "ConfigError": 1, "no graph": 1}
+    assert found["not_served_by_reason"] == {"derived_size": 2, "BackendCompilerFailed": 1, "no graph": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +155,94 @@ def test_random_chains_of_views(names: list[str]) -> None:
         assert view.shape == wanted_view.shape and torch.equal(view, wanted_view)
         assert view.storage_offset() == wanted_view.storage_offset()
         assert view.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
+
+
+class Slots(nn.Module):
+    """Which rows it returns says a number that it moves on."""
+
+    def __init__(self, view: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view = view
+        self.register_buffer("rows", torch.arange(16.0).view(16, 1))
+        self.register_buffer("place", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        view = self.view(self.rows, self.place)
+        self.place.add_(1)
+        return ops.mix(x), view
+
+
+def _first(rows: Tensor, place: Tensor) -> Tensor:
+    count = place.item()
+    torch._check(count >= 0)
+    torch._check(count <= 16)
+    return rows[:count]
+
+
+@ENTRIES
+@pytest.mark.parametrize(
+    "view", [_first, lambda rows, place: rows.narrow(0, place, 2)], ids=["item", "narrow"]
+)
+def test_a_view_that_a_number_in_a_tensor_chooses(
+    view: Callable, entry: Callable, device: torch.device
+) -> None:
+    """The number is read where the forward reads it, before it moves on."""
+    mine, theirs = Slots(view).to(device), Slots(view).to(device)
+    fast = entry(mine)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for count in (3, 5, 4, 3, 5):
+            x = rows(count, device)
+            for found, wanted in zip(fast(x), theirs(x), strict=True):
+                assert_same(found, wanted)
+
+
+@ENTRIES
+@pytest.mark.parametrize(
+    "view",
+    [lambda row: row[1:], lambda row: row.view(2, WIDTH // 2), lambda row: row.detach()],
+    ids=["slice", "view", "detach"],
+)
+def test_a_view_made_inside_of_vmap(view: Callable, entry: Callable, device: torch.device) -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.vmap(view)(x), ops.mix(x)
+
+    fast = entry(model)
+    for count in (3, 5, 4, 3):
+        x = rows(count, device)
+        for found, wanted in zip(fast(x), model(x), strict=True):
+            assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_view_has_the_history_of_the_grad_mode_that_it_was_made_in(
+    outside: bool, device: torch.device
+) -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.set_grad_enabled(not outside):
+            view = x[1:]
+        return view, ops.mix(x.detach())
+
+    fast = compiled(model)
+    x = rows(3, device).requires_grad_()
+    with torch.set_grad_enabled(outside):
+        found, wanted = fast(x)[0], model(x)[0]
+    assert (found.grad_fn is None) == (wanted.grad_fn is None) == outside
+
+
+class Cropped(Tensor):
+    """Its transposition loses a row, each time that it is asked for one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        return made[1:] if func is Tensor.t else made
+
+
+def test_a_view_is_made_by_the_functions_that_were_traced(device: torch.device) -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.t(), ops.mix(x * 1)
+
+    fast = compiled(model)
+    for count in (3, 5, 3):
+        x = rows(count, device).as_subclass(Cropped)
+        assert fast(x)[0].shape == model(x)[0].shape

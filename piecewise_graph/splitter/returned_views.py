@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -43,7 +44,9 @@ class ReturnedViews:
 
         def forward_with_views(*args: Any) -> list[Any]:
             results = list(forward(*args))
-            for place, view in zip(places, make(*[args[index] for index in needed]), strict=True):
+            with _torch.traced_functions():
+                views = make(*[args[index] for index in needed])
+            for place, view in zip(places, views, strict=True):
                 results.insert(place, view)
             return results
 
@@ -54,7 +57,9 @@ def without_returned_views(gm: GraphModule) -> ReturnedViews:
     """`gm` without the results that are views of its arguments; `gm` itself is not changed."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     results: Any = gm.graph.output_node().args[0]
-    if not isinstance(results, (tuple, list)):  # no graph of Dynamo's
+    if not isinstance(results, (tuple, list)) or _switches_grad(
+        gm
+    ):  # no graph of Dynamo's, or a view's history
         return ReturnedViews(gm, (), tuple, ())
     made = {place: _ops_of_view(node, placeholders) for place, node in enumerate(results)}
     views = {place: ops for place, ops in made.items() if ops}
@@ -93,14 +98,29 @@ def _ops_of_view(node: Any, placeholders: Iterable[Node]) -> frozenset[Node]:
 
 
 def _makes_views_of(value: Any, node: Node) -> bool:
-    """`node` computes a size, or views in the storage of `value` alone, and has no effect."""
+    """`node` computes a size of sizes, or views in the storage of `value` from such views and sizes alone.
+
+    The views are made after the forward, which may have written what a tensor holds: no number comes from a
+    tensor. Inside of a transform of functions (vmap) a view has no storage, and needs the nodes around it.
+    """
     if not node.op.startswith("call_") or may_write(node) or splitting_op_of(node) is not None:
         return False
-    made = _torch.example_value(node)
+    made, given = _torch.example_value(node), list(map(_torch.example_value, node.all_input_nodes))
     if is_scalar(made):
-        return True
-    parts = made if isinstance(made, (tuple, list)) else [made]
-    return bool(parts) and all(_torch.share_storage(part, value) for part in parts)
+        return all(map(is_scalar, given))
+    tensors = [each for each in (made, *given) if not is_scalar(each)]
+    parts = [part for each in tensors for part in (each if isinstance(each, (tuple, list)) else (each,))]
+    return all(_views(part, value) for part in parts)
+
+
+def _views(part: Any, value: Any) -> bool:
+    return isinstance(part, Tensor) and not _torch.is_wrapped(part) and _torch.share_storage(part, value)
+
+
+def _switches_grad(gm: GraphModule) -> bool:
+    """It makes values in another grad mode than its caller's."""
+    switches = gm.graph.find_nodes(op="call_function", target=_torch.grad_mode_function())
+    return any(switch.args != (torch.is_grad_enabled(),) for switch in switches)
 
 
 def _returning(gm: GraphModule, results: Sequence[Any]) -> GraphModule:
