@@ -73,6 +73,26 @@ def test_calls_replay_a_bucket_of_both(compile: Any, compiler: str, device: torc
     assert [report.sizes.partition(",")[0][-4:] for report in pg.explain(fast).traces[1:]] == [" = 2", " = 4"]
 
 
+class Dropping(Encoder):
+    """Dropout in eval mode is a copy, to Dynamo; in inference mode it is an op that draws numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5, training=False))
+
+
+@both_ways
+def test_calls_in_inference_mode_have_the_same_buckets(compile: Any, device: torch.device) -> None:
+    model = Dropping().to(device)
+    fast = compile(model)
+    with torch.inference_mode():
+        for pair in PAIRS:
+            fast(batch(pair, device))
+        with pg.counters.expect(replays=len(PAIRS), fallbacks=0):
+            for pair in PAIRS:
+                x = batch(pair, device)
+                assert_same(fast(x), model(x))
+
+
 @both_ways
 def test_one_request_and_one_token_have_traces_of_their_own(compile: Any, device: torch.device) -> None:
     model = Encoder().to(device)

@@ -149,8 +149,16 @@ def test_traced_functions_do_not_ask_subclasses() -> None:
     assert type(named * 2) is Named
     with _torch.traced_functions():
         assert type(named * 2) is Tensor
-        with _torch.functions_while_tracing():
+        with _torch.as_while_tracing():
             assert type(named * 2) is Named
+
+
+def test_work_on_a_graph_happens_outside_of_inference_mode() -> None:
+    """As Dynamo traces: there an op that is made of others is taken apart before anything sees it."""
+    with torch.inference_mode():
+        with _torch.as_while_tracing():
+            assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+        assert torch.is_inference_mode_enabled()
 
 
 # --- what runs ----------------------------------------------------------------------------------------

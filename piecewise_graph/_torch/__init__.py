@@ -94,9 +94,9 @@ from piecewise_graph._torch.symbols import (
     value_range as value_range,
 )
 from piecewise_graph._torch.tensors import (
+    as_while_tracing as as_while_tracing,
     device_of as device_of,
     flatten as flatten,
-    functions_while_tracing as functions_while_tracing,
     is_plain_tensor as is_plain_tensor,
     is_same_view as is_same_view,
     is_wrapped as is_wrapped,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +33,17 @@ def functions_while_tracing() -> AbstractContextManager[None]:
     """Surround work on a graph in the middle of a call (`traced_functions`): proxies are such subclasses."""
     surroundings: AbstractContextManager[None] = torch._C._EnableTorchFunction()
     return surroundings
+
+
+@contextmanager
+def as_while_tracing() -> Iterator[None]:
+    """Surround work on a graph in the middle of a call, as `functions_while_tracing` does.
+
+    Dynamo traces outside of inference mode, whatever the caller is in. Inside of it, ops that are made of
+    others (dropout) are not taken apart, and none is known to have been a copy.
+    """
+    with functions_while_tracing(), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def device_of(tensor: Tensor) -> torch.device:

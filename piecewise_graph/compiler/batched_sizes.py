@@ -101,7 +101,7 @@ def proof_of_padding(
         None where it is not proved.
     """
     told, env = program.uncapturable, _torch.shape_env_of(program.traced)
-    with _torch.conditions_undone(env), _torch.functions_while_tracing():
+    with _torch.conditions_undone(env), _torch.as_while_tracing():
         traced = with_fixed_sizes(program.traced, fixed)
         proved = prove_padding(traced, args, config.compiler, largest, unproved="exact", uncapturable=told)
         contract = contract_of(traced, proved.split, is_whole=True)

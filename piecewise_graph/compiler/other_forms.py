@@ -66,7 +66,7 @@ def at_batch(
     """
     fixed = replace(program, fixed=dict(sizes))
     env = _torch.shape_env_of(program.traced)
-    with _torch.conditions_undone(env), _torch.functions_while_tracing():  # they hold for these sizes alone
+    with _torch.conditions_undone(env), _torch.as_while_tracing():  # they hold for these sizes alone
         traced = with_fixed_sizes(program.traced, sizes)
         made = _split_anew(fixed, traced, program.uncapturable, args, config, compiled)
     return None if made is None or made.blocked else made
@@ -81,7 +81,7 @@ def _split_anew(
     compiled: dict[str, CompiledSegment],
 ) -> Program | None:
     """`program` for another form of its trace, made in the middle of a call; None if it has to stay whole."""
-    with _torch.functions_while_tracing():
+    with _torch.as_while_tracing():
         try:
             proved = prove(traced, args, config, uncapturable)
         except Unsplittable:
