@@ -104,7 +104,7 @@ def test_a_number_that_no_tensor_has_as_a_size(device: torch.device) -> None:
     for count in (5, 6, 7, 6, 7, 6, 7):
         y = torch.zeros(count, device=device)
         assert_same(fast(x, y), model(x, y))
-    assert fallbacks(fast) == {"no_token_dimension": 2}
+    assert fallbacks(fast) == {"number_varies": 2}
 
 
 def test_without_graphs_it_stays_compiled(device: torch.device) -> None:

@@ -121,6 +121,17 @@ def test_second_dynamic_dimension_runs_compiled_at_every_shape(device: torch.dev
     assert fallbacks(fast) == {"second_dynamic_dimension": 3}
 
 
+def test_a_stride_that_varies_alone_is_no_count_of_tokens(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        return ops.mix(x * 2) + 1
+
+    fast = torch.compile(model, backend="piecewise", options={"compiler": "eager", "max_tokens": 8})
+    for width in (9, 10, 11):
+        x = torch.randn(3, width, device=device)[:, :8]
+        assert_same(fast(x), model(x))
+    assert fallbacks(fast) == {"no_token_dimension": 2}  # the first call is a trace of fixed shapes
+
+
 def test_size_that_is_no_dimension_of_an_input_left(device: torch.device) -> None:
     """Only the row count of `y` varies, and the graph takes that count instead of `y`."""
 
@@ -132,7 +143,7 @@ def test_size_that_is_no_dimension_of_an_input_left(device: torch.device) -> Non
     for count in (5, 6, 7):
         y = torch.zeros(count, device=device)
         assert_same(fast(x, y), model(x, y))
-    assert fallbacks(fast) == {"no_token_dimension": 2}  # the first call is a trace of fixed shapes
+    assert fallbacks(fast) == {"number_varies": 2}  # the first call is a trace of fixed shapes
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)

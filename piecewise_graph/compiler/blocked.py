@@ -13,13 +13,16 @@ from piecewise_graph.sizes import TensorSpec
 from piecewise_graph.splitter.split_graph import Ref, SegmentStep, SplitGraph
 
 # Why a trace has no buckets: graphs of it serve one combination of sizes (runtime/exact_sizes.py).
-WITHOUT_BUCKETS = frozenset({"no_token_dimension", "second_dynamic_dimension"})
+WITHOUT_BUCKETS = frozenset({"no_token_dimension", "number_varies", "second_dynamic_dimension"})
 
 
 def blocked(
     graph: SplitGraph, segments: Mapping[int, CompiledSegment], writes_arguments: bool, breaks: bool
 ) -> str | None:
     """Why no call of a trace can be replayed; it runs its compiled segments instead."""
+    sizes = {symbol for given in graph.inputs if given.spec is not None for symbol in given.spec.symbols}
+    if not sizes.issuperset(graph.symbols):
+        return "number_varies"
     if len(graph.symbols) > 1:
         return "second_dynamic_dimension"
     token = next(iter(graph.symbols), None)

@@ -42,6 +42,7 @@ from piecewise_graph import _torch
 from piecewise_graph.compiler.segments import prepare
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, TraceError
+from piecewise_graph.frontend.generate import CompiledGenerate, generates
 from piecewise_graph.frontend.model_backend import ModelBackend
 from piecewise_graph.frontend.one_token import Signature, is_of_transformers, signature
 from piecewise_graph.frontend.token_dims import BatchDims, TokenDims
@@ -75,7 +76,7 @@ def compile(
         options: fields of PiecewiseConfig.
 
     Returns:
-        a callable with the model's signature and attributes.
+        a callable with the model's signature and attributes; `generate` of a transformers model runs it.
 
     Raises:
         ConfigError: unknown option or impossible value.
@@ -106,6 +107,8 @@ class CompiledModel:
         self._at_one_token: list[Signature] | None = None
         self._answered = False
         self._untraced_call = untraced()
+        if generates(model):
+            self.generate = CompiledGenerate(model, self.model_state)
         # Dynamo's cache lives as long as the code it compiled; graphs should not.
         weakref.finalize(self, ModelState.drop_graphs, self.model_state)
 

@@ -16,7 +16,7 @@ def original_of(compiled: Any) -> Any | None:
     if isinstance(compiled, CompiledModel):
         return compiled._model
     original = _torch.original_callable(compiled)
-    if original is None and _torch.is_compiled_in_place(compiled):
+    if original is None and (_torch.is_compiled_in_place(compiled) or _is_compiled_by_generate(compiled)):
         return compiled
     owner = getattr(original, "__self__", None)  # of a compiled method: `torch.compile(model.__call__)`
     return owner if isinstance(owner, torch.nn.Module) else original
@@ -40,3 +40,8 @@ def state_of(compiled: Any) -> ModelState | None:
         found = list(states_from(getattr(original, "__code__", None)))
     live = [state for state in found if state.traces]
     return live[-1] if live else None
+
+
+def _is_compiled_by_generate(model: Any) -> bool:
+    """transformers' `generate` compiled the model's call, and keeps it there."""
+    return isinstance(model, torch.nn.Module) and getattr(model, "_compiled_call", None) is not None

@@ -19,7 +19,6 @@ from piecewise_graph.runtime.side_channel import Purpose
 from piecewise_graph.sizes import Sizes
 
 _MOST_COMBINATIONS = 32  # of one trace, the latest used
-_MOST_SEEN = 64  # a combination that returns later than that would be dropped before it returns again
 
 Run = Callable[..., list[Any]]
 Make = Callable[[Program, Sequence[Any]], Run]
@@ -27,7 +26,7 @@ Key = tuple[int, ...]
 
 
 class ExactSizes:
-    """The latest combinations of sizes of one trace, and what serves those that returned.
+    """What serves the combinations of sizes that returned to one trace, the latest ones.
 
     Args:
         program: of the trace.
@@ -38,10 +37,9 @@ class ExactSizes:
         self._program, self._state = program, state
         self._lock = Lock()  # other threads call the model too
         self._made: OrderedDict[Key, Run] = OrderedDict()
-        self._seen: OrderedDict[Key, None] = OrderedDict()
 
     def run(self, sizes: Sizes, args: Sequence[Any], make: Make) -> list[Any] | None:
-        """A call's outputs; None where its sizes are met for the first time, unless by pg.capture.
+        """A call's outputs; None where the model meets its sizes for the first time, unless by pg.capture.
 
         Args:
             make: a program for one combination and a call's arguments -> its runtime.
@@ -50,11 +48,11 @@ class ExactSizes:
         key = tuple(sizes.values())
         with self._lock:
             found = self._made.get(key)
-            if found is None and (at_once or key in self._seen):
+            returns = self._state.combinations.meet(tuple(sizes.items()))
+            if found is None and (at_once or returns):
                 found = make(at_sizes(self._program, sizes), args)
-            _use(self._seen, key, None, _MOST_SEEN)
             if found is not None:
-                _use(self._made, key, found, _MOST_COMBINATIONS)
+                self._keep(key, found)
         if found is None:
             return None
         try:
@@ -63,10 +61,9 @@ class ExactSizes:
             self._made.pop(key, None)
             return None
 
-
-def _use(kept: OrderedDict[Key, Any], key: Key, value: Any, most: int) -> None:
-    """Keep `value` as the latest one, and no more than `most`."""
-    kept[key] = value
-    kept.move_to_end(key)
-    if len(kept) > most:
-        kept.popitem(last=False)
+    def _keep(self, key: Key, run: Run) -> None:
+        """As the latest one, and no more than the most."""
+        self._made[key] = run
+        self._made.move_to_end(key)
+        if len(self._made) > _MOST_COMBINATIONS:
+            self._made.popitem(last=False)

@@ -25,12 +25,15 @@ from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.reasons import remedy
 from piecewise_graph.recorder.memory_plan import Plan, TraceToPlan
 from piecewise_graph.recorder.padding_proofs import PaddingProofs
+from piecewise_graph.runtime.latest import Latest
 from piecewise_graph.runtime.side_channel import Purpose, SideChannel
 
 FindState: TypeAlias = "Callable[[Sequence[Tensor]], ModelState]"
 
 _states: weakref.WeakSet[ModelState] = weakref.WeakSet()
 _numbers = itertools.count()
+# Twice as many as have graphs: one that returns later than that would be dropped before it returns again.
+_MOST_COMBINATIONS = 64
 log = logging.getLogger(__name__)
 
 
@@ -73,6 +76,7 @@ class ModelState:
         plan: the latest one, or None.
         returning: token counts that came before, in any trace: where they cannot be padded, they may get
             graphs of their own.
+        combinations: of sizes that came before, in any trace: of a trace without buckets they get graphs.
         floats: values of each float that Dynamo left open, by its source (compiler/constant_floats.py).
     """
 
@@ -89,6 +93,7 @@ class ModelState:
         self.signatures: list[tuple[Any, ...]] = []
         self.plan: Plan | None = None
         self.returning: set[int] = set()
+        self.combinations = Latest(_MOST_COMBINATIONS)
         self.floats: dict[str, set[float]] = {}
         self.number = next(_numbers)
         self._traces: list[weakref.ref[Trace]] = []

@@ -1,0 +1,116 @@
+"""transformers' `generate`: its decode steps are replayed, and its tokens are eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers import CompileConfig
+
+import piecewise_graph as pg
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+NEW = 12
+# Beside the first, which is the prompt's, one step captures where the cache is a new one.
+REPLAYED = NEW - 2
+
+
+def by_compile_config(model: Any) -> Callable[..., Any]:
+    config = CompileConfig(backend="piecewise", mode=None, options={"compiler": "eager"})
+    config._compile_all_devices = True
+
+    def generate(ids: torch.Tensor, **kwargs: Any) -> Any:
+        return model.generate(ids, cache_implementation="static", compile_config=config, **kwargs)
+
+    return generate
+
+
+def by_pg_compile(model: Any) -> Callable[..., Any]:
+    return pg.compile(model, compiler="eager").generate
+
+
+each_way = pytest.mark.parametrize("way", [by_compile_config, by_pg_compile])
+
+
+def prompts(batch: int, device: torch.device, tokens: int = 7) -> torch.Tensor:
+    return models.random_ids(tokens, batch=batch, device=device)
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    return {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, **more}
+
+
+@each_way
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_decode_steps_are_replayed_with_eagers_tokens(
+    way: Callable, name: str, batch: int, device: torch.device
+) -> None:
+    model = models.build(name, device=device)
+    ids = prompts(batch, device)
+    wanted = model.generate(ids, **settings(disable_compile=True))
+    generate = way(model)
+    for _ in range(2):
+        with pg.counters.expect(replays=REPLAYED, fallbacks=0):
+            assert torch.equal(generate(ids, **settings()), wanted)
+    assert pg.explain(model).to_dict()["traces"]
+
+
+@each_way
+def test_padded_prompts_of_several_lengths(way: Callable, device: torch.device) -> None:
+    model = models.build("llama", device=device)
+    generate = way(model)
+    for number, (batch, tokens) in enumerate(((2, 5), (3, 9), (2, 5), (3, 9), (2, 5))):
+        ids = prompts(batch, device, tokens)
+        mask = torch.ones_like(ids)
+        mask[0, : tokens // 2] = 0
+        given = settings(attention_mask=mask, pad_token_id=0)
+        wanted = model.generate(ids, **given, disable_compile=True)
+        # Once sizes vary, a combination has graphs when it returns, with whichever cache. The longest prompt
+        # so far makes the cache longer, of the other batch too.
+        new = int(number in (1, 2))
+        with pg.counters.expect(replays=REPLAYED - new, fallbacks=new):
+            assert torch.equal(generate(ids, **given), wanted)
+
+
+def test_a_call_that_transformers_does_not_compile_is_counted(device: torch.device) -> None:
+    model = models.build("llama", device=device)
+    compiled = pg.compile(model, compiler="eager")
+    ids = prompts(2, device)
+    wanted = model.generate(ids, **settings())
+    with pg.counters.expect(**{"fallbacks:generate_not_compiled": 1}):
+        assert torch.equal(compiled.generate(ids, **settings(cache_implementation="dynamic")), wanted)
+    assert pg.explain(compiled).fallbacks == {"generate_not_compiled": 1}
+
+
+def test_a_cache_that_counts_in_python_is_named(device: torch.device) -> None:
+    """A sliding window's: each step is another number."""
+    model = models.build("gemma3", device=device)
+    ids = prompts(2, device)
+    wanted = model.generate(ids, **settings(disable_compile=True))
+    compiled = pg.compile(model, compiler="eager")
+    assert torch.equal(compiled.generate(ids, **settings()), wanted)
+    counted = [trace.fallbacks for trace in pg.explain(compiled).traces]
+    assert {"number_varies"} == {reason for fallbacks in counted for reason in fallbacks}
+
+
+def test_what_the_call_says_of_compiling_is_kept(device: torch.device) -> None:
+    model = models.build("llama", device=device)
+    compiled = pg.compile(model, compiler="eager")
+    with pg.counters.expect(traces=0, **{"fallbacks:generate_not_compiled": 1}):
+        compiled.generate(prompts(1, device), **settings(disable_compile=True))
+
+
+def test_its_forward_and_its_generate_share_a_report(device: torch.device) -> None:
+    model = models.build("llama", device=device)
+    compiled = pg.compile(model, compiler="eager")
+    ids = prompts(1, device)
+    wanted = model(input_ids=ids, use_cache=False).logits
+    compiled.generate(ids, **settings())
+    for _ in range(2):
+        found = compiled(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert len(pg.explain(compiled).traces) == 2
