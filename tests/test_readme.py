@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import pydoc
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 READMES = [
     "README.md",
     "piecewise_graph/README.md",
+    "piecewise_graph/RECIPES.md",
     "custom_ops/README.md",
     "piecewise_graph/eagle/README.md",
     "benchmarks/README.md",
@@ -69,6 +71,15 @@ def sections(page: str) -> dict[str, str]:
 # --- code -----------------------------------------------------------------------------------------
 
 
+def missing(program: str) -> set[str]:
+    """Packages that the program imports and that are not installed."""
+    nodes = list(ast.walk(ast.parse(program)))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    packages = {name.partition(".")[0] for name in names}
+    return {package for package in packages if importlib.util.find_spec(package) is None}
+
+
 def run(page: str, folder: Path) -> str:
     """What the page's Python prints. Blocks of one page follow one another, in a process of their own."""
     program = folder / "page.py"
@@ -84,7 +95,15 @@ def run(page: str, folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in READMES[1:] if blocks(page, "python")])
 def test_code_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    if lacks := missing(python_of(page)):
+        pytest.skip(f"needs {', '.join(sorted(lacks))}")
     run(page, tmp_path)
+
+
+def test_recipes_count_what_they_show_and_end_by_saying_what_became_of_the_model() -> None:
+    for block in blocks("piecewise_graph/RECIPES.md", "python"):
+        assert "with pg.counters.expect(" in block.text, block.line
+        assert re.search(r"print\(pg\.explain\(.*\)\.summary\(\)\)\n$", block.text), block.line
 
 
 def test_first_block_prints_what_the_readme_says(tmp_path: Path) -> None:
