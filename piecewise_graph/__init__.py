@@ -31,7 +31,7 @@ from piecewise_graph.frontend.compile import compile
 from piecewise_graph.frontend.freeze import freeze
 from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.inspection.bisection import bisect
-from piecewise_graph.inspection.report import explain
+from piecewise_graph.inspection.explanation import explain
 from piecewise_graph.splitter.splitting_ops import register_splitting_op
 from piecewise_graph.telemetry import counters
 

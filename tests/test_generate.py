@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -44,8 +45,7 @@ def settings(**more: Any) -> dict[str, Any]:
 
 
 @each_way
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("name", "batch"), [("llama", 1), ("mixtral", 3)])
 def test_decode_steps_are_replayed_with_eagers_tokens(
     way: Callable, name: str, batch: int, device: torch.device
 ) -> None:
@@ -56,7 +56,10 @@ def test_decode_steps_are_replayed_with_eagers_tokens(
     for _ in range(2):
         with pg.counters.expect(replays=REPLAYED, fallbacks=0):
             assert torch.equal(generate(ids, **settings()), wanted)
-    assert pg.explain(model).to_dict()["traces"]
+    report = pg.explain(model)  # some versions of transformers let go of a cache later than others
+    served = report.ended.get("replays", 0) + sum(b.replays for t in report.traces for b in t.buckets)
+    assert served == 2 * REPLAYED
+    assert "replays" in report.summary() and len(report.summary().splitlines()) <= 10
 
 
 @each_way
@@ -93,8 +96,9 @@ def test_a_cache_that_counts_in_python_is_named(device: torch.device) -> None:
     wanted = model.generate(ids, **settings(disable_compile=True))
     compiled = pg.compile(model, compiler="eager")
     assert torch.equal(compiled.generate(ids, **settings()), wanted)
-    counted = [trace.fallbacks for trace in pg.explain(compiled).traces]
-    assert {"number_varies"} == {reason for fallbacks in counted for reason in fallbacks}
+    report = pg.explain(compiled)
+    counted = sum((Counter(trace.fallbacks) for trace in report.traces), Counter(report.fallbacks))
+    assert set(counted) == {"number_varies"}
 
 
 def test_what_the_call_says_of_compiling_is_kept(device: torch.device) -> None:
@@ -113,4 +117,5 @@ def test_its_forward_and_its_generate_share_a_report(device: torch.device) -> No
     for _ in range(2):
         found = compiled(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert len(pg.explain(compiled).traces) == 2
+    report = pg.explain(compiled)
+    assert len(report.traces) + report.ended.get("traces", 0) == 2

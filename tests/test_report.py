@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from html.parser import HTMLParser
 
@@ -215,3 +216,53 @@ def test_replays_are_counted_where_the_tape_is(device: torch.device) -> None:
             fast(rows(4, device))
     (trace,) = pg.explain(fast).traces
     assert [(b.tokens, b.mode, b.replays) for b in trace.buckets] == [(4, "piecewise", 2)]
+
+
+def test_the_summary_names_what_matters_in_ten_lines(device: torch.device) -> None:
+    fast = compiled(lambda x: ops.mix(x - x.mean(0)) * 2)
+    for count in (3, 3, 4, 9, 9):
+        fast(rows(count, device))
+    text = pg.explain(fast).summary()
+    assert (
+        text.startswith("2 replays of ")
+        and "between graphs, beside splitting ops: 1 x no_padding_proof" in text
+    )
+    assert "fallback above_max_tokens: 2 calls; raise max_tokens, or split the batch" in text
+    assert "memory: " in text and len(text.splitlines()) <= 10
+
+
+def test_a_summary_of_many_reasons_stays_short() -> None:
+    many = {f"reason {number}": number for number in range(1, 12)}
+    report = Report((), pool_bytes=0, buffer_bytes=0, sealed=False, fallbacks=many)
+    lines = report.summary().splitlines()
+    assert len(lines) <= 10 and "fallback reason 11: 11 calls" in lines[1] and "and 5 more reasons" in lines
+
+
+def test_what_graphs_of_a_dead_cache_served_is_still_told(device: torch.device) -> None:
+    """The next cache finds what the model has: segments, proofs and the pool."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, cache: Tensor) -> Tensor:
+            cache.add_(1)
+            return ops.mix(self.linear(x)) + cache[0]
+
+    model = Counts().to(device)
+    options = {"compiler": "eager", "capture_sizes": [4], "max_tokens": 4}
+    fast = torch.compile(model, backend="piecewise", dynamic=False, options=options)
+    for _ in range(3):
+        cache = torch.zeros(1, device=device)
+        torch._dynamo.mark_static_address(cache)
+        for step in range(3):
+            x = rows(4, device)
+            torch.testing.assert_close(fast(x, cache), ops.mix(model.linear(x)) + step + 1)
+        del cache
+        gc.collect()
+    report = pg.explain(fast)
+    alive = [bucket for trace in report.traces for bucket in trace.buckets]
+    assert report.ended["replays"] + sum(b.replays for b in alive) == 3 * 2
+    assert report.ended["traces"] + len(alive) == 3
+    assert "went with caches that they wrote: " in str(report) and "went with caches" in report.summary()

@@ -20,9 +20,10 @@ Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def generates(model: Any) -> bool:
-    """It has the `generate` of transformers."""
+    """It has the `generate` of transformers, or peft's, which hands calls on to that."""
     mixin = getattr(sys.modules.get("transformers"), "GenerationMixin", None)
-    return mixin is not None and isinstance(model, mixin)
+    inner = getattr(model, "get_base_model", lambda: model)()
+    return mixin is not None and isinstance(inner, mixin)
 
 
 class CompiledGenerate:

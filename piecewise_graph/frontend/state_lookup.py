@@ -23,7 +23,7 @@ def original_of(compiled: Any) -> Any | None:
 
 
 def state_of(compiled: Any) -> ModelState | None:
-    """The model state of what `original_of` knows; None where it has no trace yet.
+    """The model state of what `original_of` knows; None where it has had no trace yet.
 
     A torch.compile'd module is found by its parameters, a function by its code.
     """
@@ -35,10 +35,10 @@ def state_of(compiled: Any) -> ModelState | None:
         found = list(states_binding([part for tensor in tensors for part in _torch.inner_tensors(tensor)]))
         if not found:  # of its class, but not another module's
             of_class = states_from(type(original).forward.__code__)
-            found = [state for state in of_class if not any(map(alive_ids, state.traces))]
+            found = [state for state in of_class if not any(alive_ids(t.bound) for t in state.traces)]
     else:
         found = list(states_from(getattr(original, "__code__", None)))
-    live = [state for state in found if state.traces]
+    live = [state for state in found if state.traces or state.ended]
     return live[-1] if live else None
 
 

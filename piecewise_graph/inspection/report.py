@@ -1,28 +1,16 @@
-"""pg.explain: what became of a model, for people (`str`) and for programs (`to_dict`)."""
+"""What pg.explain tells of a model, for people (`str`) and for programs (`to_dict`)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from piecewise_graph import _torch
-from piecewise_graph.compiler.program import Program
-from piecewise_graph.compiler.segments import CompiledSegment
-from piecewise_graph.errors import NotCompiledError
-from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.inspection.page import page
-from piecewise_graph.inspection.steps import ops_of, step_name
 from piecewise_graph.reasons import remedy
 from piecewise_graph.recorder.bucket_record import BucketRecord
-from piecewise_graph.recorder.padding_proofs import PaddingProofs
-from piecewise_graph.runtime.budget import over_budget
-from piecewise_graph.runtime.model_state import Trace
-from piecewise_graph.runtime.runtime import Runtime
-from piecewise_graph.sizes import range_text
-from piecewise_graph.splitter.split_graph import SegmentStep, Step
+
+_SUMMARY_REASONS = 6
 
 
 @dataclass(frozen=True)
@@ -115,7 +103,9 @@ class Report:
     """All traces of a model and what they hold together.
 
     Attributes:
-        fallbacks: of calls that reached no trace.
+        fallbacks: of calls that reached no trace, or one that ended.
+        ended: what graphs served that went with a tensor that they read (a static KV cache), by "traces",
+            "graphs" and "replays".
         over_budget: bucket that max_graph_bytes has no room for -> why.
     """
 
@@ -125,6 +115,7 @@ class Report:
     sealed: bool
     fallbacks: dict[str, int]
     over_budget: dict[int, str] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers, ready for json.dump."""
@@ -134,130 +125,36 @@ class Report:
         """One page for a browser, which needs nothing beside itself."""
         return page(self.to_dict())
 
+    def summary(self) -> str:
+        """All traces together, in at most ten lines: replays, fallbacks with remedies, bytes."""
+        buckets = [bucket for trace in self.traces for bucket in trace.buckets]
+        calls, graphs = sum(b.replays for b in buckets), sum(b.graphs for b in buckets)
+        lines = [f"{calls} replays of {graphs} graphs; {len(buckets)} buckets in {len(self.traces)} traces"]
+        apart = sum((Counter(bucket.unpadded) for bucket in buckets), Counter[str]())
+        if apart:
+            told = ", ".join(f"{count} x {why}" for why, count in apart.most_common(3))
+            lines.append(f"between graphs, beside splitting ops: {told}")
+        reasons = sum((Counter(trace.fallbacks) for trace in self.traces), Counter(self.fallbacks))
+        lines += map(_fallback, reasons.most_common(_SUMMARY_REASONS))
+        if len(reasons) > _SUMMARY_REASONS:
+            lines.append(f"and {len(reasons) - _SUMMARY_REASONS} more reasons")
+        return "\n".join([*lines, *self._ended(), self._memory()])
+
+    def _ended(self) -> list[str]:
+        told = ", ".join(f"{count} {name}" for name, count in self.ended.items() if count)
+        return [f"went with caches that they wrote: {told}"] if told else []
+
+    def _memory(self) -> str:
+        held = f"{_mib(self.pool_bytes)} in the graph pool, {_mib(self.buffer_bytes)} in owned buffers"
+        return f"memory: {held}" + ("; sealed" if self.sealed else "")
+
     def __str__(self) -> str:
         lines = []
         for number, trace in enumerate(self.traces):
             lines += _trace_lines(number, trace)
         lines += map(_fallback, self.fallbacks.items())
         lines += [f"not captured: {size} tokens: {why}" for size, why in self.over_budget.items()]
-        held = f"{_mib(self.pool_bytes)} in the graph pool, {_mib(self.buffer_bytes)} in owned buffers"
-        lines.append(f"memory: {held}" + ("; sealed" if self.sealed else ""))
-        return "\n".join(lines)
-
-
-def explain(compiled: Any) -> Report:
-    """Report on what pg.compile or torch.compile(..., backend="piecewise") returned.
-
-    Raises:
-        NotCompiledError: the object has no trace of this backend.
-    """
-    state = state_of(compiled)
-    if state is None or not (state.traces or state.fallbacks):
-        raise NotCompiledError.unknown(repr(compiled)[:80].splitlines()[0])
-    traces = tuple(_trace(number, trace) for number, trace in enumerate(state.traces))
-    buffers = sum(t.buffer_bytes() for t in state.traces if isinstance(t, Runtime))
-    dropped = dict(over_budget(state))
-    return Report(traces, state.pool_bytes(), buffers, state.sealed, dict(state.fallbacks), dropped)
-
-
-def _trace(number: int, trace: Trace) -> TraceReport:
-    if isinstance(trace, Runtime):
-        return _split_trace(number, trace)
-    return TraceReport("all", steps=1, blocked=trace.blocked, fallbacks=dict(trace.fallbacks))
-
-
-def _split_trace(number: int, runtime: Runtime) -> TraceReport:
-    program = runtime.program
-    split, segments = program.split, program.compiled
-    ops: dict[str, int] = {}
-    for call in split.op_calls:
-        ops[call.op.name] = ops.get(call.op.name, 0) + 1
-    inline = sum(not s.facts.computes for s in segments.values())
-    distinct = program.distinct
-    return TraceReport(
-        sizes=_sizes(runtime),
-        steps=len(split.steps),
-        segments=len(segments) - inline,
-        inline_segments=inline,
-        splitting_ops=ops,
-        distinct=len(distinct),
-        compile_seconds=sum(s.seconds for s in distinct if not s.from_cache),
-        from_cache=sum(s.from_cache for s in distinct),
-        load_seconds=sum(s.seconds for s in distinct if s.from_cache),
-        cache_notes=dict(Counter(s.cache_reason for s in distinct if s.cache_reason is not None)),
-        exact=_exact(distinct),
-        leaks=split.leaks,
-        blocked=runtime.blocked,
-        padding=_unpadded(program, runtime.state.proofs),
-        exact_only=program.unpaddable,
-        buckets=tuple(
-            replace(tapes.buckets[size].record, trace=number)
-            for tapes in runtime.all_tapes()
-            for size in sorted(tapes.buckets)
-        ),
-        failed={size: failure for tapes in runtime.all_tapes() for size, failure in tapes.failed.items()},
-        fallbacks=dict(runtime.fallbacks),
-        merged=dict(program.merge.merged),
-        merged_linears=program.merge.linears,
-        apart=dict(program.merge.apart),
-        layout=tuple(map(partial(_step, program), split.steps)),
-        structures=tuple(_structure(program, segment) for segment in distinct),
-    )
-
-
-def _step(program: Program, step: Step) -> StepReport:
-    is_segment = isinstance(step, SegmentStep)
-    key = program.compiled[step.index].key if isinstance(step, SegmentStep) else ""
-    return StepReport(step_name(step), is_segment, key, ops_of(step))
-
-
-def _structure(program: Program, segment: CompiledSegment) -> StructureReport:
-    steps = [step for step in program.split.segments if program.compiled[step.index].key == segment.key]
-    code = _torch.generated_code(segment.run)
-    origin = "loaded from cache_dir" if segment.from_cache else "Inductor" if code else "FX"
-    names = tuple(map(step_name, steps))
-    return StructureReport(segment.key, names, origin, segment.seconds, code or segment.gm.code.strip())
-
-
-def _unpadded(program: Program, proofs: PaddingProofs) -> dict[str, str]:
-    """Structures that run at exact sizes, and why."""
-    found = dict(proofs.failed())
-    for step in program.split.segments:
-        if step.index in program.unproved and not (step.padded and program.compiled[step.index].key in found):
-            verb = "not proved" if program.unpaddable or not step.padded else "left to trials"
-            found[program.compiled[step.index].key] = f"{verb}: {program.unproved[step.index]}"
-    keys = {segment.key for segment in program.compiled.values()}
-    return {key: reason for key, reason in found.items() if key in keys}
-
-
-def _exact(distinct: Sequence[CompiledSegment]) -> dict[int, tuple[str, ...]]:
-    """What became of `specialize`, per size."""
-    found: dict[int, tuple[str, ...]] = {}
-    for segment in distinct:
-        for size, code in segment.exact.items():
-            linears = f", {'; '.join(code.linears)}" if code.linears else ""
-            line = f"not used: {code.reason}" if code.reason else f"{code.seconds:.1f} s{linears}"
-            found[size] = (*found.get(size, ()), f"structure {segment.key} {line}")
-    return found
-
-
-def _sizes(runtime: Runtime) -> str:
-    program = runtime.program
-    fixed = ", ".join(f"{symbol} = {size}" for symbol, size in program.fixed.items())
-    if program.token is None:
-        return fixed or ("fixed shapes" if not program.contract.symbols else _several_sizes(runtime))
-    guards = [str(guard) for guard in program.contract.guards]
-    where = f", where {', '.join(guards)[:120]}" if guards else ""
-    return (f"{fixed}, " if fixed else "") + range_text(program.contract.ranges[0]) + where
-
-
-def _several_sizes(runtime: Runtime) -> str:
-    batches = runtime.several.batches if runtime.several is not None else None
-    if batches is None:
-        return "several dynamic sizes"
-    prepared = f"{batches.prepared} batch sizes and proofs took {batches.preparing:.2f} s"
-    served = f"{batches.requests} requests in batches of {batches.rows} rows"
-    return f"several dynamic sizes, {served}; {prepared}"
+        return "\n".join([*lines, *self._ended(), self._memory()])
 
 
 def _trace_lines(number: int, trace: TraceReport) -> list[str]:

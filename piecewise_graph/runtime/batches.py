@@ -79,6 +79,10 @@ class Batches:
         self._tokens_proved: dict[int, ShapeContract | None] = {}  # by rows
         self._costs: dict[tuple[int, int], PaddingCost | None] = {}  # by batch size and bucket of tokens
 
+    @property
+    def runtimes(self) -> list[OneSize]:
+        return [runtime for runtime in self._runtimes.values() if runtime is not None]
+
     def run(self, sizes: Sizes, args: Sequence[Any], make: MakeRuntime) -> list[Any] | None:
         """A call's outputs; None where no batch size serves it.
 

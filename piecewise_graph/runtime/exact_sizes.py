@@ -38,6 +38,10 @@ class ExactSizes:
         self._lock = Lock()  # other threads call the model too
         self._made: OrderedDict[Key, Run] = OrderedDict()
 
+    @property
+    def runtimes(self) -> list[Run]:
+        return list(self._made.values())
+
     def run(self, sizes: Sizes, args: Sequence[Any], make: Make) -> list[Any] | None:
         """A call's outputs; None where the model meets its sizes for the first time, unless by pg.capture.
 

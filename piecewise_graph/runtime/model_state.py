@@ -12,7 +12,7 @@ import itertools
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from types import CodeType
 from typing import Any, Protocol, TypeAlias
 
@@ -58,6 +58,9 @@ class Trace(Protocol):
 
     def drop_graphs(self) -> None: ...
 
+    def served(self) -> Mapping[str, int]:
+        """How many "graphs" it has, and their "replays" so far."""
+
     def to_plan(self, number: int) -> TraceToPlan | None:
         """What planning its memory needs; None where it is never captured."""
 
@@ -72,7 +75,9 @@ class ModelState:
         sealed: pg.capture is done; nothing is captured lazily any more.
         channel: between the traces and those who call the model.
         signatures: of the graphs that pg.compile traced since Dynamo forgot its traces (one_token.py).
-        fallbacks: reason -> calls that reached no trace.
+        fallbacks: reason -> calls that reached no trace, and those of traces that ended.
+        ended: what graphs served that went with a tensor that they read (a static KV cache), by "traces",
+            "graphs" and "replays".
         plan: the latest one, or None.
         returning: token counts that came before, in any trace: where they cannot be padded, they may get
             graphs of their own.
@@ -90,6 +95,7 @@ class ModelState:
         self.sealed = False
         self.channel = SideChannel()
         self.fallbacks: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
         self.signatures: list[tuple[Any, ...]] = []
         self.plan: Plan | None = None
         self.returning: set[int] = set()
@@ -97,12 +103,13 @@ class ModelState:
         self.floats: dict[str, set[float]] = {}
         self.number = next(_numbers)
         self._traces: list[weakref.ref[Trace]] = []
+        self._bound: Mapping[int, weakref.ref[Tensor]] = {}  # by the trace that came last
         self._warned = config.cuda_graphs == "off"
         _states.add(self)
 
     def add(self, trace: Trace) -> None:
         alive = [ref for ref in self._traces if ref() is not None]  # runtimes of single sizes come and go
-        self._traces = [*alive, weakref.ref(trace)]
+        self._traces, self._bound = [*alive, weakref.ref(trace)], trace.bound
         reasons = [each.blocked for each in self.traces]
         if not self._warned and all(reasons):
             self._warned = True
@@ -114,6 +121,16 @@ class ModelState:
     def traces(self) -> tuple[Trace, ...]:
         """The live traces, oldest first."""
         return tuple(trace for ref in self._traces if (trace := ref()) is not None)
+
+    def end(self, traces: Iterable[Trace]) -> None:
+        """Keep what these served; they go with a tensor that they read."""
+        for trace in traces:
+            self.ended.update(traces=1, **trace.served())
+            self.fallbacks.update(trace.fallbacks)
+
+    def binds(self, ids: Set[int]) -> bool:
+        """A trace reads one of the tensors of these ids by address, or the one that came last did."""
+        return any(ids & alive_ids(bound) for bound in (self._bound, *(trace.bound for trace in self.traces)))
 
     @property
     def pools(self) -> tuple[GraphPool, ...]:
@@ -164,14 +181,14 @@ def state_for_trace(config: PiecewiseConfig, bound: Sequence[Tensor], code: Code
 
 
 def states_binding(tensors: Sequence[Tensor]) -> Iterator[ModelState]:
-    """Live states with a trace that binds one of `tensors`, oldest first."""
+    """Live states with a trace that binds one of `tensors`, or the latest of which did, oldest first."""
     wanted = {id(tensor) for tensor in tensors}
-    return (state for state in all_states() if any(wanted & alive_ids(trace) for trace in state.traces))
+    return (state for state in all_states() if state.binds(wanted))
 
 
-def alive_ids(trace: Trace) -> set[int]:
-    """Ids of the tensors that it reads by address; those that died are left out, for an id is used again."""
-    return {id(tensor) for ref in trace.bound.values() if (tensor := ref()) is not None}
+def alive_ids(bound: Mapping[int, weakref.ref[Tensor]]) -> set[int]:
+    """Ids of the tensors that a trace reads by address; of one that died, the id may be used again."""
+    return {id(tensor) for ref in bound.values() if (tensor := ref()) is not None}
 
 
 def states_from(code: CodeType | None) -> Iterator[ModelState]:

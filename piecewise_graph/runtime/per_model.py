@@ -110,6 +110,7 @@ class _Runtimes(ABC):
         self._weights = [index for index in self._indices if index in weights]
         self._telling = sorted({self._weights[0], self._weights[-1]}) if self._weights else []
         self._all: dict[Key, list[AnyRuntime]] = {}
+        self._states: dict[Key, Any] = {}  # by the weights that tell models apart
 
     @abstractmethod
     def _make(self, state: Any, bound: Bound, objects: Objects) -> AnyRuntime: ...
@@ -136,7 +137,7 @@ class _Runtimes(ABC):
         )
 
     def _add(self, args: Sequence[Any]) -> AnyRuntime:
-        key, state = self._key(args), self._find_state([args[index] for index in self._weights])
+        key, state = self._key(args), self._state(args)
         objects = {index: args[index] for index in self._objects}
         runtime = self._make(state, [(index, args[index]) for index in self._indices], objects)
         self._all.setdefault(key, []).insert(0, runtime)
@@ -152,6 +153,14 @@ class _Runtimes(ABC):
         weakref.finalize(runtime, _detach, watchers)  # weights outlive the runtimes of single caches
         return runtime
 
+    def _state(self, args: Sequence[Any]) -> Any:
+        """Of the model: a state outlives the runtimes of single caches."""
+        telling = tuple(id(args[index]) for index in self._telling)
+        state = self._states.get(telling)
+        if state is None or not state.binds(frozenset(telling)):
+            state = self._states[telling] = self._find_state([args[index] for index in self._weights])
+        return state
+
     def _forget_oldest(self, key: Key) -> None:
         """An object that is another one in every call would leave graphs of each."""
         weights = key[: len(self._telling)]
@@ -162,6 +171,8 @@ class _Runtimes(ABC):
     def _drop(self, key: Key, runtime: weakref.ref[AnyRuntime], is_model: bool) -> None:
         """Forget a runtime; with `is_model` the id of a weight that tells models apart is free."""
         gone = runtime()
+        if isinstance(gone, Runtime):
+            gone.state.end([gone, *(gone.several.runtimes if gone.several is not None else ())])
         left = [other for other in self._all.pop(key, []) if other is not gone]
         if left:
             self._all[key] = left

@@ -178,6 +178,11 @@ class Runtime:
         self.addresses.forget()
         self.generation += 1
 
+    def served(self) -> dict[str, int]:
+        """See `Trace.served`."""
+        buckets = [bucket for tapes in self.all_tapes() for bucket in tapes.buckets.values()]
+        return {"graphs": sum(b.tape.graphs for b in buckets), "replays": sum(b.replays for b in buckets)}
+
     def buffer_bytes(self) -> int:
         """Bytes of owned buffers outside of the graph pool."""
         return self._workspace.bytes()

@@ -38,6 +38,11 @@ class SeveralSizes:
         """None for a trace that has buckets, or that no graph can hold."""
         return cls(program, state, addresses) if has_exact_sizes(program) else None
 
+    @property
+    def runtimes(self) -> list[Any]:
+        """Those that live, of batch sizes and of combinations."""
+        return [*self._exact.runtimes, *(self.batches.runtimes if self.batches is not None else ())]
+
     def run(self, sizes: Sizes, args: Sequence[Any], make: MakeRuntime) -> list[Any] | None:
         """A call's outputs; None where it has to run without graphs.
 

@@ -38,5 +38,9 @@ class UnsplitRuntime:
     def drop_graphs(self) -> None:
         """It has none."""
 
+    def served(self) -> dict[str, int]:
+        """It has no graphs."""
+        return {}
+
     def to_plan(self, number: int) -> None:
         """It is never captured."""
