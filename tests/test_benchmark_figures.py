@@ -37,6 +37,24 @@ def test_trust(tmp_path: Path) -> None:
     assert [mark.value for mark in benchmark.marks_of([lost, faults], 2)] == [1, 1, 2]
 
 
+def test_stacks(tmp_path: Path) -> None:
+    benchmark, out = importlib.import_module("benchmarks.bench_stacks"), tmp_path / "out.json"
+    small = ["--new-tokens", "8", "--batches", "4", "--rows", "3", "--tokens", "16", "--rounds", "2"]
+    assert benchmark.main(["--compiler", "eager", *small, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    ours = [row for row in found["rows"] if row["side"] == "piecewise"]
+    generated, embedded = ours[:2], ours[2:]
+    # of 7 steps behind the prompt's, one per call captures the graph of a new cache
+    assert [(row["requests"], row["replayed"], row["first_other_token"]) for row in generated] == [
+        (1, 6 / 7, None),
+        (8, 6 / 7, None),
+    ]
+    assert [(row["shape"], row["replayed"]) for row in embedded] == [("bert-tiny", 1.0)]
+    assert embedded[0]["error"] < 1e-5
+    told = {mark["name"]: mark["met"] for mark in found["marks"]}
+    assert not told["generate tiny 1: share not replayed"] and told["embed bert-tiny: share not replayed"]
+
+
 def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
     benchmark = importlib.import_module("benchmarks.compare_commits")
     common = importlib.import_module("benchmarks.common")

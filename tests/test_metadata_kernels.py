@@ -22,7 +22,7 @@ from torch import Tensor
 from piecewise_graph.custom_ops import metadata as md
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-EXAMPLES = settings(max_examples=25 if INTERPRETED else 60)
+EXAMPLES = settings(max_examples=15 if INTERPRETED else 60)
 SIZES, PAGE_SIZES = st.integers(1, 6), st.sampled_from(sorted(PAGES))
 
 
