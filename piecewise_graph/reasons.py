@@ -26,7 +26,7 @@ REMEDIES = {
     "cuda_graphs_off": "compile with cuda_graphs='auto'",
     "data_dependent": "keep .item() and branches on values outside of the model, or in a splitting op",
     "data_dependent_size": "keep nonzero() and boolean masks outside of the model, or in a splitting op",
-    "generate_not_compiled": "leave cache_implementation out, or pass 'static', with a model that takes it",
+    "generate_not_compiled": "leave cache_implementation out; no step of beams or drafts is compiled",
     "grad_enabled": "call it under torch.no_grad() or torch.inference_mode()",
     "grad_enabled_inside": "remove torch.enable_grad() from the model's forward",
     "mixed_devices": "move the part, weights and inputs, to the device of the others",

@@ -113,3 +113,36 @@ def test_without_graphs_it_stays_compiled(device: torch.device) -> None:
         for _ in range(3):
             x = batch((2, 3), device)
             assert_same(fast(x), model(x))
+
+
+def test_equal_layers_of_one_forward_are_no_combination_that_returns(device: torch.device) -> None:
+    """They share a trace of Dynamo, where the forward breaks between them."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).relu()
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                torch._dynamo.graph_break()
+            return x
+
+    model = Layers().to(device)
+    fast = torch.compile(model, backend="piecewise", dynamic=True, options=OPTIONS)
+    sizes = [(2, 3), (3, 5), (4, 7), (5, 8)]
+    with pg.counters.expect(captures=0):
+        for size in sizes:
+            x = batch(size, device)
+            assert_same(fast(x), model(x))
+    with pg.counters.expect(captures=3, fallbacks=0):
+        fast(batch(sizes[-1], device))

@@ -9,7 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from transformers import CompileConfig
+from transformers import CompileConfig, GenerationConfig
 
 import piecewise_graph as pg
 
@@ -95,7 +95,9 @@ def test_a_cache_that_counts_in_python_is_named(device: torch.device) -> None:
     ids = prompts(2, device)
     wanted = model.generate(ids, **settings(disable_compile=True))
     compiled = pg.compile(model, compiler="eager")
-    assert torch.equal(compiled.generate(ids, **settings()), wanted)
+    for _ in range(2):  # the numbers of the first call come again, and would not again
+        with pg.counters.expect(replays=0):
+            assert torch.equal(compiled.generate(ids, **settings()), wanted)
     report = pg.explain(compiled)
     counted = sum((Counter(trace.fallbacks) for trace in report.traces), Counter(report.fallbacks))
     assert set(counted) == {"number_varies"}
@@ -119,3 +121,42 @@ def test_its_forward_and_its_generate_share_a_report(device: torch.device) -> No
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     report = pg.explain(compiled)
     assert len(report.traces) + report.ended.get("traces", 0) == 2
+
+
+OTHER_MODES: dict[str, dict[str, Any]] = {
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "beams": {"num_beams": 2},
+    "no cache": {"use_cache": False},
+    "one token": {"max_new_tokens": 1, "min_new_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("mode", OTHER_MODES.values(), ids=OTHER_MODES)
+def test_modes_that_transformers_does_not_compile_answer_as_without_us(
+    mode: dict[str, Any], device: torch.device
+) -> None:
+    model = models.build("llama", device=device)
+    ids = prompts(1, device)
+    wanted = model.generate(ids, **settings(**mode))
+    with pg.counters.expect(**{"fallbacks:generate_not_compiled": 1}):
+        assert torch.equal(pg.compile(model, compiler="eager").generate(ids, **settings(**mode)), wanted)
+
+
+def test_a_configuration_says_as_much_as_keywords(device: torch.device) -> None:
+    model = models.build("llama", device=device)
+    compiled = pg.compile(model, compiler="eager")
+    config = GenerationConfig(**settings(cache_implementation="dynamic"))
+    for given in ((prompts(1, device), config), (prompts(1, device),)):
+        more = {} if len(given) == 2 else {"generation_config": config}
+        with pg.counters.expect(replays=0, **{"fallbacks:generate_not_compiled": 1}):
+            compiled.generate(*given, **more)
+
+
+def test_only_the_report_takes_the_model_itself(device: torch.device) -> None:
+    model = models.build("llama", device=device)
+    compiled = pg.compile(model, compiler="eager")
+    compiled.generate(prompts(1, device), **settings())
+    assert pg.explain(model).summary()
+    with pytest.raises(pg.errors.PiecewiseError):
+        pg.capture(model, lambda count: {"input_ids": prompts(1, device, count)}, sizes=[8], progress=False)
+    assert not pg.explain(compiled).sealed

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from internals import after_capture
+from internals import after_capture, state
 from torch import Tensor, nn
 from toys import WIDTH, Blocks, assert_same, compiled, new_pool, ops, rows
 
@@ -313,3 +313,17 @@ def test_engine_that_stays_keeps_what_it_had(shared: bool, device: torch.device)
         assert pools[0].bytes() == 0
     with pg.counters.expect(tapes=0):
         stays.check()
+
+
+def test_models_of_one_class_that_died_leave_no_state_behind(device: torch.device) -> None:
+    """Dynamo's trace of the class lives on, with the latest model."""
+    states = []
+    for _ in range(4):
+        model = Blocks().to(device)
+        fast = torch.compile(model, backend="piecewise", options={"compiler": "eager", "max_tokens": 8})
+        for count in (3, 4, 5, 4):
+            fast(rows(count, device))
+        states.append(weakref.ref(state(fast)))
+        del fast, model
+        gc.collect()
+    assert [ref() for ref in states] == [None] * 4

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
+from internals import state
 from torch import Tensor, nn
 from toys import WIDTH, Blocks, compiled, ops, rows, through_torch
 
@@ -265,4 +266,41 @@ def test_what_graphs_of_a_dead_cache_served_is_still_told(device: torch.device) 
     alive = [bucket for trace in report.traces for bucket in trace.buckets]
     assert report.ended["replays"] + sum(b.replays for b in alive) == 3 * 2
     assert report.ended["traces"] + len(alive) == 3
-    assert "went with caches that they wrote: " in str(report) and "went with caches" in report.summary()
+    assert "ended with a tensor that they read" in str(report) and "ended with" in report.summary()
+
+
+def test_what_a_trace_served_is_counted_once_whoever_holds_it(device: torch.device) -> None:
+    """Several tensors that it read die, one after another."""
+
+    def model(x: Tensor, one: Tensor, two: Tensor) -> Tensor:
+        one.add_(1), two.add_(1)
+        return ops.mix(x) + one + two
+
+    fast = compiled(model, capture_sizes=[4], max_tokens=4, token_dim={"x": 0})
+    caches = [torch.zeros(1, device=device) for _ in range(2)]
+    for cache in caches:
+        torch._dynamo.mark_static_address(cache)
+    for _ in range(3):
+        fast(rows(4, device), *caches)
+    held = state(fast).traces
+    del cache
+    caches.clear()
+    gc.collect()
+    assert len(held) == 1 and pg.explain(fast).ended == {"traces": 1, "graphs": 2, "replays": 2}
+
+
+def test_a_model_that_was_never_called_has_no_report_of_a_dead_one(device: torch.device) -> None:
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return ops.mix(self.linear(x)) * 2
+
+    first = through_torch(Doubles().to(device))
+    first(rows(3, device)), first(rows(4, device))
+    del first
+    gc.collect()
+    with pytest.raises(NotCompiledError):
+        pg.explain(through_torch(Doubles().to(device)))

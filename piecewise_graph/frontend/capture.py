@@ -116,8 +116,9 @@ def _captured_sizes(
     with state.channel.calls_for(Purpose.CAPTURE), collector_off():
         for size in bar:
             call(size)
+    report = _report(state, chosen, known, time.perf_counter() - began)
     state.sealed = True
-    return _report(state, chosen, known, time.perf_counter() - began)
+    return report
 
 
 def plan(compiled: Any, sizes: Sequence[int] | None = None) -> Plan:

@@ -7,7 +7,8 @@ transformers compiles the forward of a decode step by itself, where the KV cache
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from torch.fx import GraphModule
@@ -16,6 +17,11 @@ from piecewise_graph.frontend.model_backend import ModelBackend
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.telemetry import count_fallback
 
+# With one of these, `generate` has a cache already, or a mode that takes no static one.
+_TAKE_OTHER_CACHES = (
+    "past_key_values", "cache_implementation", "cache_config", "assistant_model", "prompt_lookup_num_tokens",
+    "assistant_early_exit", "custom_generate", "penalty_alpha", "dola_layers",
+)  # fmt: skip
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
@@ -26,12 +32,21 @@ def generates(model: Any) -> bool:
     return mixin is not None and isinstance(inner, mixin)
 
 
+class _Steps:
+    """Of one `generate`: whether a step ran that was compiled."""
+
+    compiled = False
+
+
+_steps: ContextVar[_Steps | None] = ContextVar("steps", default=None)
+
+
 class CompiledGenerate:
     """`model.generate`, with decode steps compiled into the traces of `state`.
 
-    Call it as transformers' own. Unless the call names a cache, it is `cache_implementation="static"`. A call
-    whose steps transformers does not compile (a dynamic cache, one token) is answered all the same, and
-    counted as `generate_not_compiled`.
+    Call it as transformers' own. A greedy or sampling call that names no cache gets
+    `cache_implementation="static"`. A call whose steps transformers does not compile (a dynamic cache, beams,
+    a draft, one token) is answered all the same, and counted as `generate_not_compiled`.
     """
 
     def __init__(self, model: Any, state: ModelState) -> None:
@@ -41,21 +56,36 @@ class CompiledGenerate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from transformers import CompileConfig
 
-        # transformers compiles anew where the configuration differs from the one before: equal ones are.
-        compiled = CompileConfig(backend=self._backend, mode=None)  # type: ignore[arg-type]
-        compiled._compile_all_devices = True  # type: ignore[assignment]
-        if self._names_no_cache(kwargs):
-            kwargs = {"cache_implementation": "static", **kwargs}
-        self._state.channel.begin_call()
-        result = self._model.generate(*args, **{"compile_config": compiled, **kwargs})
-        if not self._state.channel.graphs_run:
+        asked = self._asked(args, kwargs)
+        added: dict[str, Any] = {}
+        if asked("compile_config") is None:
+            # transformers compiles anew where it differs from the one before: equal ones are equal.
+            added["compile_config"] = compiled = CompileConfig(backend=self._backend, mode=None)  # type: ignore[arg-type]
+            compiled._compile_all_devices = True  # type: ignore[assignment]
+        decodes = asked("use_cache") is not False and asked("num_beams") in (None, 1)
+        if decodes and all(asked(name) is None for name in _TAKE_OTHER_CACHES):
+            added["cache_implementation"] = "static"
+        before = _steps.set(steps := _Steps())
+        try:
+            result = self._model.generate(*args, **{**kwargs, **added})
+        finally:
+            _steps.reset(before)
+        if not steps.compiled:
             count_fallback(self._state.fallbacks, "generate_not_compiled")
         return result
 
-    def _names_no_cache(self, kwargs: dict[str, Any]) -> bool:
-        settings = kwargs.get("generation_config") or self._model.generation_config
-        named = (kwargs.get(name) for name in ("past_key_values", "cache_implementation", "cache_config"))
-        return all(value is None for value in (*named, settings.cache_implementation))
+    def _asked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[str], Any]:
+        """What a call of `generate` asks for by a name, in its keywords or in a configuration."""
+        from transformers import GenerationConfig
+
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, GenerationConfig)]
+        settings = given[0] if given else self._model.generation_config
+
+        def asked(name: str) -> Any:
+            value = kwargs.get(name)
+            return getattr(settings, name, None) if value is None else value
+
+        return asked
 
 
 def _backend(state: ModelState) -> Backend:
@@ -63,6 +93,13 @@ def _backend(state: ModelState) -> Backend:
     ours = ModelBackend(state)
 
     def piecewise(gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        return ours(gm, example_inputs, **options)
+        trace = ours(gm, example_inputs, **options)
+
+        def step(*args: Any) -> Any:
+            if (steps := _steps.get()) is not None:
+                steps.compiled = True
+            return trace(*args)
+
+        return step
 
     return piecewise

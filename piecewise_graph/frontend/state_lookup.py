@@ -16,7 +16,7 @@ def original_of(compiled: Any) -> Any | None:
     if isinstance(compiled, CompiledModel):
         return compiled._model
     original = _torch.original_callable(compiled)
-    if original is None and (_torch.is_compiled_in_place(compiled) or _is_compiled_by_generate(compiled)):
+    if original is None and _torch.is_compiled_in_place(compiled):
         return compiled
     owner = getattr(original, "__self__", None)  # of a compiled method: `torch.compile(model.__call__)`
     return owner if isinstance(owner, torch.nn.Module) else original
@@ -35,13 +35,8 @@ def state_of(compiled: Any) -> ModelState | None:
         found = list(states_binding([part for tensor in tensors for part in _torch.inner_tensors(tensor)]))
         if not found:  # of its class, but not another module's
             of_class = states_from(type(original).forward.__code__)
-            found = [state for state in of_class if not any(alive_ids(t.bound) for t in state.traces)]
+            found = [s for s in of_class if s.traces and not any(alive_ids(t.bound) for t in s.traces)]
     else:
         found = list(states_from(getattr(original, "__code__", None)))
     live = [state for state in found if state.traces or state.ended]
     return live[-1] if live else None
-
-
-def _is_compiled_by_generate(model: Any) -> bool:
-    """transformers' `generate` compiled the model's call, and keeps it there."""
-    return isinstance(model, torch.nn.Module) and getattr(model, "_compiled_call", None) is not None

@@ -30,6 +30,8 @@ def explain(compiled: Any) -> Report:
         NotCompiledError: the object has no trace of this backend.
     """
     state = state_of(compiled)
+    if state is None:  # `generate` of transformers keeps there what it compiled
+        state = state_of(getattr(compiled, "_compiled_call", None))
     if state is None or not (state.traces or state.fallbacks or state.ended):
         raise NotCompiledError.unknown(repr(compiled)[:80].splitlines()[0])
     traces = tuple(_trace(number, trace) for number, trace in enumerate(state.traces))

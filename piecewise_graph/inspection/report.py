@@ -142,7 +142,7 @@ class Report:
 
     def _ended(self) -> list[str]:
         told = ", ".join(f"{count} {name}" for name, count in self.ended.items() if count)
-        return [f"went with caches that they wrote: {told}"] if told else []
+        return [f"ended with a tensor that they read, such as a cache: {told}"] if told else []
 
     def _memory(self) -> str:
         held = f"{_mib(self.pool_bytes)} in the graph pool, {_mib(self.buffer_bytes)} in owned buffers"

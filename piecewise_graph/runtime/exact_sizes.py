@@ -7,13 +7,14 @@ way that nothing tells, cannot be padded. A combination that returns gets graphs
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from threading import Lock
 from typing import Any
 
 from piecewise_graph.compiler.other_forms import at_sizes
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.runtime.bound_addresses import Replaced
+from piecewise_graph.runtime.latest import Latest
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.side_channel import Purpose
 from piecewise_graph.sizes import Sizes
@@ -31,10 +32,14 @@ class ExactSizes:
     Args:
         program: of the trace.
         state: of the model.
+        weights: tells the tensors that the trace reads and does not write; a combination that comes with
+            others is another one.
     """
 
-    def __init__(self, program: Program, state: ModelState) -> None:
-        self._program, self._state = program, state
+    def __init__(self, program: Program, state: ModelState, weights: Hashable) -> None:
+        self._program, self._state, self._weights = program, state, weights
+        # A number that counts on returns with the next cache, where graphs of it would serve one call again.
+        self._met = state.combinations if program.blocked != "number_varies" else Latest(_MOST_COMBINATIONS)
         self._lock = Lock()  # other threads call the model too
         self._made: OrderedDict[Key, Run] = OrderedDict()
 
@@ -52,7 +57,7 @@ class ExactSizes:
         key = tuple(sizes.values())
         with self._lock:
             found = self._made.get(key)
-            returns = self._state.combinations.meet(tuple(sizes.items()))
+            returns = self._met.meet((self._weights, *sizes.items()))
             if found is None and (at_once or returns):
                 found = make(at_sizes(self._program, sizes), args)
             if found is not None:

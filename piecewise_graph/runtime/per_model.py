@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -141,6 +141,7 @@ class _Runtimes(ABC):
         objects = {index: args[index] for index in self._objects}
         runtime = self._make(state, [(index, args[index]) for index in self._indices], objects)
         self._all.setdefault(key, []).insert(0, runtime)
+        _end(self._all[key][_MOST_RUNTIMES:])
         del self._all[key][_MOST_RUNTIMES:]
         if self._objects:
             self._forget_oldest(key)
@@ -157,25 +158,38 @@ class _Runtimes(ABC):
         """Of the model: a state outlives the runtimes of single caches."""
         telling = tuple(id(args[index]) for index in self._telling)
         state = self._states.get(telling)
-        if state is None or not state.binds(frozenset(telling)):
+        if state is None:
             state = self._states[telling] = self._find_state([args[index] for index in self._weights])
+            forget = weakref.WeakMethod(self._forget_state)
+            for index in self._telling:
+                weakref.finalize(args[index], _call, forget, telling)
         return state
+
+    def _forget_state(self, telling: Key) -> None:
+        self._states.pop(telling, None)
 
     def _forget_oldest(self, key: Key) -> None:
         """An object that is another one in every call would leave graphs of each."""
         weights = key[: len(self._telling)]
         same = [other for other in self._all if other[: len(weights)] == weights]
         for other in same[:-_MOST_OBJECTS]:
-            del self._all[other]
+            _end(self._all.pop(other))
 
     def _drop(self, key: Key, runtime: weakref.ref[AnyRuntime], is_model: bool) -> None:
         """Forget a runtime; with `is_model` the id of a weight that tells models apart is free."""
         gone = runtime()
-        if isinstance(gone, Runtime):
-            gone.state.end([gone, *(gone.several.runtimes if gone.several is not None else ())])
-        left = [other for other in self._all.pop(key, []) if other is not gone]
+        known = self._all.pop(key, [])
+        left = [other for other in known if other is not gone]
+        _end(other for other in known if other is gone)
         if left:
             self._all[key] = left
+
+
+def _end(runtimes: Iterable[AnyRuntime]) -> None:
+    """Keep what these served: they are let go."""
+    for runtime in runtimes:
+        several = runtime.several if isinstance(runtime, Runtime) else None
+        runtime.state.end([runtime, *(several.runtimes if several is not None else ())])
 
 
 def _call(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
@@ -230,6 +244,7 @@ class _SplitRuntimes(_Runtimes):
         if often and self._telling:
             self._program = with_activations(self._program, often)
             self._indices = [index for index in self._indices if index not in often]
+            _end(runtime for runtimes in self._all.values() for runtime in runtimes)
             self._all.clear()
         return super()._add(args)
 

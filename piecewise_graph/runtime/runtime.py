@@ -76,7 +76,8 @@ class Runtime:
             for size in self.sizes
             if program.token and program.contract.size_violation(program.sizes_at(size))
         )
-        self.several = SeveralSizes.of(program, state, self.addresses)
+        weights = tuple(id(tensor) for index, tensor in bound if index not in program.static_writes)
+        self.several = SeveralSizes.of(program, state, self.addresses, hash(weights))
         self._not_full = FULL.unsupported(program)
         self._piecewise, self._full, self._workspace, self._without_graphs = self._nothing_captured()
         state.add(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from piecewise_graph.compiler.batched_sizes import batched_sizes
@@ -23,20 +23,25 @@ class SeveralSizes:
         program: of the trace.
         state: of the model.
         addresses: of the tensors that it binds; its runtimes bind the same ones.
+        weights: see ExactSizes.
 
     Attributes:
         batches: None where nothing tells the batch from the tokens.
     """
 
-    def __init__(self, program: Program, state: ModelState, addresses: BoundAddresses) -> None:
+    def __init__(
+        self, program: Program, state: ModelState, addresses: BoundAddresses, weights: Hashable
+    ) -> None:
         self._state, self._addresses, batched = state, addresses, batched_sizes(program)
-        self._exact = ExactSizes(program, state)
+        self._exact = ExactSizes(program, state, weights)
         self.batches = None if batched is None else Batches(program, state, batched)
 
     @classmethod
-    def of(cls, program: Program, state: ModelState, addresses: BoundAddresses) -> SeveralSizes | None:
+    def of(
+        cls, program: Program, state: ModelState, addresses: BoundAddresses, weights: Hashable
+    ) -> SeveralSizes | None:
         """None for a trace that has buckets, or that no graph can hold."""
-        return cls(program, state, addresses) if has_exact_sizes(program) else None
+        return cls(program, state, addresses, weights) if has_exact_sizes(program) else None
 
     @property
     def runtimes(self) -> list[Any]:
