@@ -15,6 +15,7 @@ from toys import WIDTH, Blocks, compiled, ops, rows, through_torch
 import piecewise_graph as pg
 from piecewise_graph.errors import NotCompiledError
 from piecewise_graph.inspection.report import Report, StepReport, StructureReport, TraceReport
+from piecewise_graph.recorder.bucket_record import BucketRecord
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -234,9 +235,13 @@ def test_the_summary_names_what_matters_in_ten_lines(device: torch.device) -> No
 
 def test_a_summary_of_many_reasons_stays_short() -> None:
     many = {f"reason {number}": number for number in range(1, 12)}
-    report = Report((), pool_bytes=0, buffer_bytes=0, sealed=False, fallbacks=many)
+    bucket = BucketRecord(8, graphs=2, graph_bytes=0, unpadded={"no_padding_proof": 1})
+    trace = TraceReport("all", steps=3, buckets=(bucket,))
+    report = Report(
+        (trace,), 0, 0, sealed=False, fallbacks=many, ended={"traces": 1, "graphs": 1, "replays": 1}
+    )
     lines = report.summary().splitlines()
-    assert len(lines) <= 10 and "fallback reason 11: 11 calls" in lines[1] and "and 5 more reasons" in lines
+    assert len(lines) == 10 and "fallback reason 11: 11 calls" in lines[2] and "and 6 more reasons" in lines
 
 
 def test_what_graphs_of_a_dead_cache_served_is_still_told(device: torch.device) -> None:

@@ -33,7 +33,7 @@ FindState: TypeAlias = "Callable[[Sequence[Tensor]], ModelState]"
 _states: weakref.WeakSet[ModelState] = weakref.WeakSet()
 _numbers = itertools.count()
 # Twice as many as have graphs: one that returns later than that would be dropped before it returns again.
-_MOST_COMBINATIONS = 64
+_MOST_MET = 64
 log = logging.getLogger(__name__)
 
 
@@ -99,7 +99,7 @@ class ModelState:
         self.signatures: list[tuple[Any, ...]] = []
         self.plan: Plan | None = None
         self.returning: set[int] = set()
-        self.combinations = Latest(_MOST_COMBINATIONS)
+        self.combinations = Latest(_MOST_MET)
         self.floats: dict[str, set[float]] = {}
         self.number = next(_numbers)
         self._traces: list[weakref.ref[Trace]] = []

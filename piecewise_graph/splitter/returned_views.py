@@ -57,9 +57,8 @@ def without_returned_views(gm: GraphModule) -> ReturnedViews:
     """`gm` without the results that are views of its arguments; `gm` itself is not changed."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     results: Any = gm.graph.output_node().args[0]
-    if not isinstance(results, (tuple, list)) or _switches_grad(
-        gm
-    ):  # no graph of Dynamo's, or a view's history
+    is_dynamos = isinstance(results, (tuple, list))
+    if not is_dynamos or _switches_grad(gm):  # a view's history tells the mode that it was made in
         return ReturnedViews(gm, (), tuple, ())
     made = {place: _ops_of_view(node, placeholders) for place, node in enumerate(results)}
     views = {place: ops for place, ops in made.items() if ops}
