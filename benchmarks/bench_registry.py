@@ -13,8 +13,8 @@ that get graphs of their own get them in the second. Each round has another orde
 
     wrong      sizes at which the rows are further than the tolerance from those of the model in float32 on
                a CPU, and twice as far as the eager model's, in any round
-    compiled   of such sizes, those at which plain torch.compile gives our rows: the model computes something
-               else when it is compiled
+    compiled   of such sizes, those at which plain torch.compile of the same model gives our rows: the model
+               computes something else when it is compiled, or rounds so that other experts are chosen
     error      what a call raised
     unusable   what building or calling the eager model raised; it is left out of the sums
     calls      calls of the last round, of sizes up to the limit
@@ -78,21 +78,15 @@ class Variant:
     experts: str | None = None
 
 
-def model_row(variant: Variant, compiler: str, device: str, seconds: int) -> dict[str, Any] | None:
-    """The figures of one model; what went wrong, where it could not be compiled or called.
-
-    None for a model without experts, where a way to run them is asked for.
-    """
+def model_row(variant: Variant, compiler: str, device: str, seconds: int) -> dict[str, Any]:
+    """The figures of one model; what went wrong, where it could not be compiled or called."""
     began = time.perf_counter()
     row: dict[str, Any] = {"model": variant.name, "dtype": variant.dtype}
     row |= {} if variant.experts is None else {"experts": variant.experts}
     signal.signal(signal.SIGALRM, partial(_too_long, seconds))
     signal.alarm(seconds)
     try:
-        found = _calls(variant, compiler, torch.device(device))
-        if found is None:
-            return None
-        row |= found
+        row |= _calls(variant, compiler, torch.device(device))
     except EagerRaisesError as problem:
         row["unusable"] = str(problem)
     except Exception as problem:
@@ -116,6 +110,18 @@ def _built(name: str) -> Any:
         raise EagerRaisesError(f"{type(problem).__name__}: {str(problem)[:200]}") from problem
 
 
+def with_experts(names: Sequence[str]) -> list[str]:
+    """Of these models, those that have experts, and those that cannot be built: a row tells why."""
+
+    def may_have_experts(name: str) -> bool:
+        try:
+            return bool(_built(name)._can_set_experts_implementation())
+        except EagerRaisesError:
+            return True
+
+    return [name for name in names if may_have_experts(name)]
+
+
 class EagerRaisesError(Exception):
     """The model cannot be built small, or not be called at this size, compiled or not."""
 
@@ -124,14 +130,11 @@ def _too_long(seconds: int, *_: Any) -> None:
     raise TimeoutError(f"more than {seconds} s")
 
 
-def _calls(variant: Variant, compiler: str, device: torch.device) -> dict[str, Any] | None:
-
+def _calls(variant: Variant, compiler: str, device: torch.device) -> dict[str, Any]:
     name = variant.name
     built, exact = _built(name), _built(name)
     model = built.to(device, getattr(torch, variant.dtype))
     if variant.experts is not None:
-        if not model._can_set_experts_implementation():
-            return None
         model.set_experts_implementation(variant.experts)
     options = {"compiler": compiler, "capture_sizes": list(BUCKETS), "max_tokens": max(BUCKETS)}
     fast = torch.compile(model, backend="piecewise", options=options)
@@ -191,24 +194,30 @@ class Sides:
         near = max(TOLERANCE, 2 * eagers)
         if _distance(found, wanted) <= near:
             return Verdict.RIGHT
-        plain = torch.compile(self.exact, backend="eager", dynamic=False)
-        return Verdict.AS_COMPILED if _distance(found, self._rows(plain, ids)) <= near else Verdict.WRONG
+        plain = torch.compile(self.model, backend="eager", dynamic=False)
+        as_plain = any(_distance(found, rows) <= near for rows in self._ways(plain, ids))
+        return Verdict.AS_COMPILED if as_plain else Verdict.WRONG
 
     def _eagers_distance(self, ids: torch.Tensor) -> float:
-        """How far the eager model is off. Where it rounds more, also with the rows of a bucket.
+        """How far the eager model is off."""
+        wanted = self._rows(self.exact, ids)
+        return max(_distance(rows, wanted) for rows in self._ways(self.model, ids))
+
+    def _ways(self, run: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of `ids` at their size and, of a model that rounds more than float32, in their bucket.
 
         Kernels for another number of rows round in another way, and then a router may choose other experts.
         """
         import tiny_models
 
-        wanted, size = self._rows(self.exact, ids), ids.shape[1]
-        found = [self._rows(self.model, ids)]
+        size = ids.shape[1]
+        found = [self._rows(run, ids)]
         bucket = bucket_for(size, BUCKETS)
         causal = self.name not in tiny_models.ENCODERS
         if bucket is not None and causal and next(self.model.parameters()).dtype != torch.float32:
             padded = torch.cat([ids, tiny_models.random_ids(bucket - size)], 1)
-            found.append(self._rows(self.model, padded)[:, :size])
-        return max(_distance(rows, wanted) for rows in found)
+            found.append(self._rows(run, padded)[:, :size])
+        return found
 
     def _rows(self, run: Any, ids: torch.Tensor) -> torch.Tensor:
         import tiny_models
@@ -250,14 +259,13 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _in_process(processes: Any, work: Any, until: float, variant: Variant) -> dict[str, Any] | None:
+def _in_process(processes: Any, work: Any, until: float, variant: Variant) -> dict[str, Any]:
     """A model's row from a process of its own: what one model leaves behind, no other one meets."""
     if time.monotonic() > until:
         return {"left out": variant.name}
     with processes.Pool(1) as pool:
-        row: dict[str, Any] | None = pool.apply(work, (variant,))
-    if row is not None:
-        print(json.dumps(row), flush=True)
+        row: dict[str, Any] = pool.apply(work, (variant,))
+    print(json.dumps(row), flush=True)
     return row
 
 
@@ -270,7 +278,7 @@ def _processes() -> Any:
     return processes
 
 
-def _row(compiler: str, device: str, seconds: int, variant: Variant) -> dict[str, Any] | None:
+def _row(compiler: str, device: str, seconds: int, variant: Variant) -> dict[str, Any]:
     torch.set_num_threads(1)  # many processes work side by side, on small models
     return model_row(variant, compiler, device, seconds)
 
@@ -291,12 +299,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_registry.json")
     options = parser.parse_args(given)
     work = partial(_row, options.compiler, options.device, options.limit_seconds)
+    until, processes = time.monotonic() + options.seconds, _processes()
     names = sorted(options.names or tiny_models.NAMES, key=lambda name: name not in _SLOW)
     ways = options.experts.split(",") if options.experts else [None]
+    if options.experts:
+        with processes.Pool(1) as pool:
+            names = pool.apply(with_experts, (names,))
     variants = [Variant(*each) for each in itertools.product(names, options.dtype.split(","), ways)]
     with ThreadPoolExecutor(options.jobs) as threads:
-        run = partial(_in_process, _processes(), work, time.monotonic() + options.seconds)
-        found = [row for row in threads.map(run, variants) if row is not None]
+        run = partial(_in_process, processes, work, until)
+        found = list(threads.map(run, variants))
     rows = [row for row in found if "model" in row]
     total = summary(rows) | {"left_out": len(found) - len(rows)}
     if not total["models"]:
