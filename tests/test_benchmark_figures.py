@@ -40,19 +40,29 @@ def test_trust(tmp_path: Path) -> None:
 def test_stacks(tmp_path: Path) -> None:
     benchmark, out = importlib.import_module("benchmarks.bench_stacks"), tmp_path / "out.json"
     small = ["--new-tokens", "8", "--batches", "4", "--rows", "3", "--tokens", "16", "--rounds", "2"]
-    assert benchmark.main(["--compiler", "eager", *small, "--out", str(out)]) == 0
+    given = ["--compiler", "eager", *small, "--jobs", "2", "--requests", "2", "--weights", "int8,none such"]
+    assert benchmark.main([*given, "--out", str(out)]) == 0
     found = json.loads(out.read_text())
-    ours = [row for row in found["rows"] if row["side"] == "piecewise"]
-    generated, embedded = ours[:2], ours[2:]
+    rows = {part: [row for row in found["rows"] if row["part"] == part] for part in benchmark.PARTS}
     # of 7 steps behind the prompt's, one per call captures the graph of a new cache
-    assert [(row["requests"], row["replayed"], row["first_other_token"]) for row in generated] == [
-        (1, 6 / 7, None),
-        (8, 6 / 7, None),
+    (ours,) = [row for row in rows["generate"] if row["side"] == "piecewise"]
+    assert (ours["requests"], ours["replayed"], ours["first_other_token"]) == (2, 6 / 7, None)
+    (ours,) = [row for row in rows["embed"] if row["side"] == "piecewise"]
+    assert (ours["shape"], ours["replayed"]) == ("bert-tiny", 1.0) and ours["error"] < 1e-5
+    *steps, failed = rows["quantised"]
+    assert [(row["requests"], row["side"], row.get("replayed")) for row in steps] == [
+        (requests, side, served)
+        for requests in (8, 1)
+        for side, served in (("eager", None), ("piecewise", 1.0), ("full", 1.0))
     ]
-    assert [(row["shape"], row["replayed"]) for row in embedded] == [("bert-tiny", 1.0)]
-    assert embedded[0]["error"] < 1e-5
+    assert all(row["error"] < 1e-2 for row in steps)  # in bfloat16
+    assert failed == {"part": "quantised", "shape": "tiny", "weights": "none such"} | {
+        "error": "KeyError: 'none such'"
+    }
     told = {mark["name"]: mark["met"] for mark in found["marks"]}
-    assert not told["generate tiny 1: share not replayed"] and told["embed bert-tiny: share not replayed"]
+    assert not told["cases that failed"] and not told["generate tiny 2: piecewise, share not replayed"]
+    assert told["embed bert-tiny: piecewise, share not replayed"]
+    assert told["quantised tiny int8 1: full, share not replayed"]
 
 
 def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""The generate part of bench_stacks: greedy tokens on a static cache."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import alternate
+from benchmarks.llama import SHAPES, random_model
+from benchmarks.stack_setting import Measure, Row, Setting, counted, milliseconds
+
+PROMPT = 32  # tokens
+
+
+def prepared(setting: Setting, shape: str, requests: int, new_tokens: int) -> Measure:
+    """All sides compiled, each on a model object of its own around the same weights."""
+    model = random_model(SHAPES[shape], setting.device, "sdpa")
+    ids = torch.randint(1, model.config.vocab_size, (requests, PROMPT), device=setting.device)
+    asked = {"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
+    asked |= {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "cache_implementation": "static"}
+    sides = {
+        side: partial(copy.copy(model).generate, ids, **asked, **way) for side, way in _ways(setting).items()
+    }
+    for run in sides.values():
+        run()
+    common = {"part": "generate", "shape": shape, "requests": requests, "new_tokens": new_tokens}
+    return partial(_measured, setting, common, sides)
+
+
+def _ways(setting: Setting) -> dict[str, dict[str, Any]]:
+    from transformers import CompileConfig
+
+    ours = CompileConfig(backend="piecewise", mode=None, options={"compiler": setting.compiler})
+    theirs = CompileConfig()
+    ours._compile_all_devices = theirs._compile_all_devices = True  # type: ignore[assignment]
+    ways = {"eager": {"disable_compile": True}, "piecewise": {"compile_config": ours}}
+    if setting.device.type == "cuda":  # it is about CUDA graphs
+        ways["reduce-overhead"] = {"compile_config": theirs}
+    return ways
+
+
+def _measured(setting: Setting, common: Row, sides: dict[str, Any]) -> list[Row]:
+    served: dict[str, int] = {}
+    tokens: dict[str, Tensor] = {}
+
+    def call(side: str) -> None:
+        with counted(served if side == "piecewise" else {}):
+            tokens[side] = sides[side]()
+
+    calls = {side: partial(call, side) for side in sides}
+    timings = alternate(calls, rounds=setting.rounds, repeat=1, warmups=1)
+    new_tokens = common["new_tokens"]
+    steps = (setting.rounds + 1) * (new_tokens - 1)  # those behind the prompt's
+    return [
+        common
+        | {"side": side, **milliseconds(timing, new_tokens)}
+        | {"first_other_token": _first_difference(tokens[side], tokens["eager"], PROMPT)}
+        | ({"replayed": served["replays"] / steps} if side == "piecewise" else {})
+        for side, timing in timings.items()
+    ]
+
+
+def _first_difference(found: Tensor, wanted: Tensor, prompt: int) -> int | None:
+    """The first new token that differs from eager's in any row; None where none does."""
+    different = (found != wanted).any(0).nonzero()
+    return int(different[0]) - prompt if len(different) else None

@@ -1,0 +1,87 @@
+"""The quantised part of bench_stacks: decode steps of torchao's weights on a paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.common import alternate
+from benchmarks.compare_sides import SIDES, Step
+from benchmarks.llama import SHAPES
+from benchmarks.paged import PagedModel
+from benchmarks.stack_setting import Measure, Row, Setting, counted, milliseconds
+
+TOKENS = (8, 1)  # requests of a decode step, one row each; the larger one is compiled for
+BESIDE = "raw"
+
+
+def config_of(weights: str) -> Any:
+    """torchao's configuration of a kind of weights."""
+    from torchao import quantization as ao
+
+    kinds: dict[str, Callable[[], Any]] = {
+        "int8": ao.Int8WeightOnlyConfig,
+        "int4": lambda: ao.Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d"),
+        "float8": lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
+    }
+    return kinds[weights]()
+
+
+def prepared(setting: Setting, shape: str, weights: str) -> Measure:
+    """All sides ready for each number of requests."""
+    from torchao.quantization import quantize_
+
+    torch._dynamo.config.recompile_limit = 64  # the sides share the module's code, and so the count
+    paged = PagedModel(SHAPES[shape], TOKENS)
+    quantize_(paged.model, config_of(weights))
+    names = [
+        name
+        for name in ("eager", BESIDE, "piecewise", "full")
+        if setting.device.type == "cuda" or not SIDES[name].needs_cuda
+    ]
+    steps: dict[int, dict[str, Step]] = {tokens: {} for tokens in TOKENS}
+    with _alone():
+        paged.touch()
+        for name in names:
+            side = SIDES[name](paged, None, setting.compiler)
+            side.first()
+            for tokens in TOKENS:
+                steps[tokens][name] = side.ready(tokens)
+    common = {"part": "quantised", "shape": shape, "weights": weights}
+    return partial(_measured, setting, common, steps)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Off the default stream, where graphs in a row would leave the device idle between them."""
+    stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+    with torch.no_grad(), torch.cuda.stream(stream):
+        yield
+
+
+@_alone()
+def _measured(setting: Setting, common: Row, steps: dict[int, dict[str, Step]]) -> list[Row]:
+    rows = []
+    for tokens, sides in steps.items():
+        served: dict[str, int] = {}
+        wanted = sides["eager"]().logits.float().clone()
+        errors = {name: _distance(step().logits.float(), wanted) for name, step in sides.items()}
+        with counted(served):
+            timings = alternate(sides, rounds=10 * setting.rounds, repeat=5)
+        ours = sum(name in ("piecewise", "full") for name in sides)
+        calls = ours * (10 * setting.rounds * 5 + 3)
+        for name, timing in timings.items():
+            row = common | {"requests": tokens, "side": name, **milliseconds(timing), "error": errors[name]}
+            rows.append(
+                row | ({"replayed": served["replays"] / calls} if name in ("piecewise", "full") else {})
+            )
+    return rows
+
+
+def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of logits to the eager model's, by their norm."""
+    return float((found - wanted).norm() / wanted.norm())
