@@ -38,7 +38,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -306,22 +306,35 @@ def main(arguments: list[str] | None = None) -> int:
         with processes.Pool(1) as pool:
             names = pool.apply(with_experts, (names,))
     variants = [Variant(*each) for each in itertools.product(names, options.dtype.split(","), ways)]
+    command = " ".join(["python -m benchmarks.bench_registry", *without_out(given)])
+    found: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.jobs) as threads:
         run = partial(_in_process, processes, work, until)
-        found = list(threads.map(run, variants))
-    rows = [row for row in found if "model" in row]
-    total = summary(rows) | {"left_out": len(found) - len(rows)}
-    if not total["models"]:
+        for done in as_completed([threads.submit(run, variant) for variant in variants]):
+            found.append(done.result())
+            _write(options.out, command, found, report=False)  # a run that is cut off leaves what it has
+    if not summary(_rows(found))["models"]:
         parser.error("none of these models can be called in this way")
+    print(_write(options.out, command, found, report=True))
+    return 0
+
+
+def _rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of models that were begun, by name."""
+    return sorted((row for row in found if "model" in row), key=lambda row: row["model"])
+
+
+def _write(path: Path, command: str, found: Sequence[dict[str, Any]], *, report: bool) -> dict[str, Any]:
+    """Write the rows and their sum; returns the sum."""
+    rows = _rows(found)
+    total = summary(rows) | {"left_out": len(found) - len(rows)}
     marks = [
         Mark("wrong models", total["wrong"], 0),
         Mark("models with an error from inside", total["errors"], 0),
-        Mark("share of models not served", 1 - total["served"] / total["models"], 0.05),
+        Mark("share of models not served", 1 - total["served"] / max(total["models"], 1), 0.05),
     ]
-    command = " ".join(["python -m benchmarks.bench_registry", *without_out(given)])
-    write(options.out, command, [*rows, total], marks)
-    print(total)
-    return 0
+    write(path, command, [*rows, total], marks, report=report)
+    return total
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import itertools
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -92,26 +93,38 @@ def _in_process(case: Case, setting: Setting, parent: Connection) -> None:
         )
 
 
-def measured(cases: Sequence[Case], setting: Setting) -> Iterator[list[Row]]:
-    """The rows of each case: all prepare side by side, then measure in turn."""
+def measured(cases: Sequence[Case], setting: Setting, patience: float) -> Iterator[list[Row]]:
+    """The rows of each case: all prepare side by side, then measure in turn.
+
+    Args:
+        patience: seconds after which a case that is not ready is ended.
+    """
     processes = multiprocessing.get_context("spawn")
-    ends = []
+    until, started = time.monotonic() + patience, []
     for case in cases:
         ours, theirs = processes.Pipe()
         process = processes.Process(target=_in_process, args=(case, setting, theirs))
         process.start()
         theirs.close()
-        ends.append((case, ours, process))
-    early = [_received(case, ours) for case, ours, _ in ends]
-    for (case, ours, process), failed in zip(ends, early, strict=True):
+        started.append((case, ours, process))
+    early = []
+    for case, ours, process in started:
+        early.append(_received(case, ours, until - time.monotonic()))
+        print(case.row, early[-1] or f"ready, {patience + time.monotonic() - until:.0f} s", flush=True)
+        if early[-1] is not None:
+            process.terminate()
+    for (case, ours, process), failed in zip(started, early, strict=True):
         if failed is None:
             ours.send(None)
         yield failed or _received(case, ours) or []
         process.join()
 
 
-def _received(case: Case, connection: Connection) -> list[Row] | None:
+def _received(case: Case, connection: Connection, seconds: float | None = None) -> list[Row] | None:
+    """What its process sends: None once it is ready, then rows."""
     try:
+        if not connection.poll(None if seconds is None else max(seconds, 0)):
+            return [case.row | {"error": "not ready in time"}]
         found: list[Row] | None = connection.recv()
     except EOFError:
         return [case.row | {"error": "its process ended"}]
@@ -153,6 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=12 if on_gpu else 1, help="cases that compile at once")
+    parser.add_argument("--patience", type=float, default=1800, help="seconds until cases are ready")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_stacks.json")
     options = parser.parse_args(given)
     setting = Setting(torch.device("cuda" if on_gpu else "cpu"), options.compiler, options.rounds)
@@ -161,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     command, rows = " ".join(["python -m benchmarks.bench_stacks", *without_out(given)]), list[Row]()
     cases = list(cases_of(options))
     for first in range(0, len(cases), options.jobs):
-        for found in measured(cases[first : first + options.jobs], setting):
+        for found in measured(cases[first : first + options.jobs], setting, options.patience):
             rows += found
             write(options.out, command, rows, marks_of(rows), report=False)
     write(options.out, command, rows, marks_of(rows))

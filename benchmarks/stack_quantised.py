@@ -23,12 +23,13 @@ def config_of(weights: str) -> Any:
     """torchao's configuration of a kind of weights."""
     from torchao import quantization as ao
 
-    kinds: dict[str, Callable[[], Any]] = {
+    kinds: dict[str, Callable[..., Any]] = {
         "int8": ao.Int8WeightOnlyConfig,
-        "int4": lambda: ao.Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d"),
-        "float8": lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
+        "int4": partial(ao.Int4WeightOnlyConfig, int4_packing_format="tile_packed_to_4d"),
+        "float8": partial(ao.Float8DynamicActivationFloat8WeightConfig, granularity=ao.PerRow()),
     }
-    return kinds[weights]()
+    # torchao would switch Inductor's search for tile sizes on, which takes minutes, of all sides alike
+    return kinds[weights](set_inductor_config=False)
 
 
 def prepared(setting: Setting, shape: str, weights: str) -> Measure:
