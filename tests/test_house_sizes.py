@@ -76,7 +76,7 @@ BUDGETS = {
     "kernels": 469,
     "splitter": 1074,
     "analysis": 1629,
-    "compiler": 1654,
+    "compiler": 1664,
     "recorder": 1165,
     "runtime": 1362,
     "inspection": 995,

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.bench_registry import Sides, Variant, Verdict, is_served, model_row, summary, with_experts
+from benchmarks.bench_registry import Variant, is_served, model_row, summary, with_experts
+from benchmarks.registry_sides import Sides, Verdict
 
 # A window that ends the range of a trace, experts, a mask that is cut out, a residual that dropout returns,
 # an encoder, a scan over chunks.

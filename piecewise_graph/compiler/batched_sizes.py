@@ -1,11 +1,11 @@
-"""Two sizes that vary, a batch and its tokens: which is which, and whether rows of a batch may be padded.
+"""Two sizes that vary, a batch and its tokens: which is which, and whether both may be padded.
 
-Note [A batch of several sizes is proved twice]
-The proof of padding knows one symbol; a second one is taken for a number, and the trace is proved anew. Of a
-call of [B, T] that a replay pads to [b, t], two steps are shown. From [B, T] to [B, t]: the trace with the
-batch B bears padding of its tokens. From [B, t] to [b, t]: the trace with t tokens bears padding of its
-batch. A splitting op runs on live tokens of all b rows in between. Only ops that are known to compute each
-row of a batch by itself are let through.
+Note [A batch and its tokens are proved at once]
+Of a call of [B, T] that a replay pads to [b, t], one proof knows both symbols: it holds for all batches and
+lengths. A splitting op runs on live tokens of all b rows, so only ops that are known to compute each row of
+a batch by itself are let through. Where the tokens of a trace are not shown to bear padding (attention that
+is not cut out, in a region of its own), a call whose length is a bucket's may still have rows appended:
+then its tokens are taken for a number, and the proof knows the batch alone.
 """
 
 from __future__ import annotations
@@ -43,9 +43,13 @@ class BatchedSizes:
     def at_batch(self, size: int) -> dict[sympy.Symbol, int]:
         return dict.fromkeys(self.batch, size)
 
-    def at_tokens(self, count: int) -> dict[sympy.Symbol, int | sympy.Symbol]:
+    @property
+    def one_batch(self) -> dict[sympy.Symbol, int | sympy.Symbol]:
         """One symbol of the batch is left."""
-        return {**dict.fromkeys(self.batch[1:], self.batch[0]), self.tokens: count}
+        return dict.fromkeys(self.batch[1:], self.batch[0])
+
+    def at_tokens(self, count: int) -> dict[sympy.Symbol, int | sympy.Symbol]:
+        return {**self.one_batch, self.tokens: count}
 
     def batch_dims(self, spec: TensorSpec) -> list[int]:
         return [dim for symbol in self.batch for dim in spec.token_dims(symbol)]
@@ -80,34 +84,29 @@ def cuts_to_rows(program: Program, sizes: BatchedSizes) -> bool:
 
 
 def proof_of_padding(
-    program: Program,
-    fixed: Fixed,
-    args: Sequence[Any],
-    config: PiecewiseConfig,
-    largest: int,
-    *,
-    batch: sympy.Symbol | None = None,
+    program: Program, fixed: Fixed, batch: sympy.Symbol, args: Sequence[Any], config: PiecewiseConfig
 ) -> ShapeContract | None:
-    """For which sizes the trace is proved to bear padding of its last symbol, the others taken for numbers.
+    """For which sizes the trace is proved to bear padding of its batch, and of its tokens if they are left.
 
     Args:
-        fixed: what the others are taken for.
+        fixed: what its other symbols are taken for.
+        batch: counts requests: every splitting op has to compute each row from that row alone.
         args: of a call; what its integer buffers hold bounds them as indices.
-        largest: value of the symbol that is left.
-        batch: the symbol that is left, where it counts requests: every splitting op has to compute each row
-            from that row alone.
 
     Returns:
         None where it is not proved.
     """
     told, env = program.uncapturable, _torch.shape_env_of(program.traced)
+    largest = max(*config.batches, *config.sizes)
     with _torch.conditions_undone(env), _torch.as_while_tracing():
-        traced = with_fixed_sizes(program.traced, fixed)
-        proved = prove_padding(traced, args, config.compiler, largest, unproved="exact", uncapturable=told)
+        traced = with_fixed_sizes(program.traced, fixed) if fixed else program.traced
+        proved = prove_padding(
+            traced, args, config.compiler, largest, unproved="exact", uncapturable=told, most_symbols=2
+        )
         contract = contract_of(traced, proved.split, is_whole=True)
     random = any(facts.random for facts in proved.facts.values())
-    is_proved = len(contract.symbols) == 1 and proved.unpaddable is None and not proved.unproved
-    row_wise = batch is None or all(_is_row_wise(call, proved.split, batch) for call in proved.split.op_calls)
+    is_proved = batch in contract.symbols and proved.unpaddable is None and not proved.unproved
+    row_wise = all(_is_row_wise(call, proved.split, batch) for call in proved.split.op_calls)
     return contract if is_proved and row_wise and not random else None
 
 

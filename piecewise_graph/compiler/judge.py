@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import sympy
 import torch
@@ -67,13 +68,23 @@ class Prover:
 
 
 def judge(
-    graph: SplitGraph, prover: Prover, bounds: Mapping[int, Bounds], uncapturable: Mapping[str, str]
+    graph: SplitGraph,
+    prover: Prover,
+    bounds: Mapping[int, Bounds],
+    uncapturable: Mapping[str, str],
+    *,
+    most_symbols: int = 1,
 ) -> Judge:
-    """Judge the graph; what a buffer holds now says nothing where the trace itself writes it."""
-    keys = prover.keys(graph)
-    judged = Judge(graph, keys, prover, bounds, uncapturable).run()
+    """Judge the graph; what a buffer holds now says nothing where the trace itself writes it.
+
+    Args:
+        most_symbols: a trace with more size symbols is not padded.
+    """
+    tokens = graph.symbols if len(graph.symbols) <= most_symbols else ()
+    judging = partial(Judge, graph, prover.keys(graph), prover, tokens=tokens, uncapturable=uncapturable)
+    judged = judging(bounds=bounds).run()
     kept = {slot: bound for slot, bound in bounds.items() if graph.storages[slot] not in judged.written}
-    return judged if len(kept) == len(bounds) else Judge(graph, keys, prover, kept, uncapturable).run()
+    return judged if len(kept) == len(bounds) else judging(bounds=kept).run()
 
 
 class Judge:
@@ -81,6 +92,7 @@ class Judge:
 
     Args:
         uncapturable: names of the trace's nodes that a capture showed no graph can hold, and why.
+        tokens: the size symbols that are padded.
 
     Attributes:
         wanted: names of the trace's nodes that have to be cut out, as far as this pass can tell.
@@ -97,10 +109,10 @@ class Judge:
         prover: Prover,
         bounds: Mapping[int, Bounds],
         uncapturable: Mapping[str, str],
+        tokens: Sequence[sympy.Symbol],
     ) -> None:
         self.split, self.keys, self.prover, self.bounds = graph, keys, prover, bounds
-        self.uncapturable = uncapturable
-        self.tokens = graph.symbols if len(graph.symbols) == 1 else ()
+        self.uncapturable, self.tokens = uncapturable, tokens
         self.claims: dict[int, Claim | None] = {}
         self.facts: dict[str, SegmentFacts] = {}
         self.unproved: dict[int, str] = {}
@@ -119,7 +131,7 @@ class Judge:
 
     @property
     def may_pad(self) -> bool:
-        """A replay of the trace could be padded: it has one size symbol, and graphs may hold what it does."""
+        """A replay of the trace could be padded: it has sizes to pad, and graphs may hold what it does."""
         return bool(self.tokens) and not any(fact.random for fact in self.facts.values())
 
     @property

@@ -47,17 +47,19 @@ def prove_padding(
     *,
     unproved: Unproved,
     uncapturable: Mapping[str, str],
+    most_symbols: int = 1,
 ) -> ProvedGraph:
     """Split `gm` so that as much as possible of it may be padded.
 
     Args:
         example_inputs: the trace's arguments. What integer buffers hold now bounds them as indices.
         compiler: what will compile the segments; part of the keys of `facts`.
-        largest: the largest bucket, in tokens.
+        largest: the largest bucket, in tokens, or of whatever else its sizes count.
         unproved: what becomes of a region without proof. "cut": it is cut out where that is possible.
             "exact": its trace is never padded. "tried": its segment is reported, for trials. Where one
             is given an object that may keep state, "cut": a trial would change it.
         uncapturable: names of nodes that no graph can hold, as a capture showed, and why.
+        most_symbols: a trace with more sizes that vary is never padded; of one that has as many, all are.
 
     Raises:
         Unsplittable: the graph has to stay whole.
@@ -66,7 +68,8 @@ def prove_padding(
     bounds = bounds_by_index(example_inputs)
 
     def judged(cut_out: Container[str] = ()) -> Judge:
-        return judge(split(gm, cut_out), prover, bounds, uncapturable)
+        graph = split(gm, cut_out)
+        return judge(graph, prover, bounds, uncapturable, most_symbols=most_symbols)
 
     whole = judged()
     pads = not whole.writes_static

@@ -1,8 +1,9 @@
 """Batches: runtimes for the batch sizes of a trace whose batch and tokens both vary.
 
 With its batch taken for a number, such a trace has one size, and buckets like any other. A batch between two
-sizes is padded where that is proved harmless (Note [A batch of several sizes is proved twice]) and not slower
-than the call at its own sizes. Both ways are timed once per batch size and bucket, as soon as it has a tape.
+sizes is padded where that is proved harmless (Note [A batch and its tokens are proved at once]) and not
+slower than the call at its own sizes. Both ways are timed once per batch size and bucket, as soon as it has a
+tape.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class Batches:
         self.preparing = 0.0
         self._runtimes: dict[int, OneSize | None] = {}
         self._seen: set[int] = set()
-        self._rows_proved: dict[int, ShapeContract | None] = {}  # by the bucket of tokens
-        self._tokens_proved: dict[int, ShapeContract | None] = {}  # by rows
+        # what is proved of the batch, by the tokens that it is proved for; None: of both, for all lengths
+        self._proved: dict[int | None, ShapeContract | None] = {}
         self._costs: dict[tuple[int, int], PaddingCost | None] = {}  # by batch size and bucket of tokens
 
     @property
@@ -154,13 +155,18 @@ class Batches:
         return {self._symbols.tokens: sizes[self._symbols.tokens]}
 
     def _may_pad(self, runtime: OneSize, size: int, sizes: Sizes, args: Sequence[Any]) -> bool:
-        """The call may run with more rows than it has; see the note on proving it twice."""
-        count, rows = sizes[self._symbols.tokens], sizes[self._symbols.batch[0]]
+        """The call may run with more rows than it has, and more tokens; see the note on their proof."""
+        batch, tokens = self._symbols.batch[0], self._symbols.tokens
+        count, rows = sizes[tokens], sizes[batch]
         bucket = _bucket(runtime, count) if self._cuts else None
-        if bucket is None or not _covers(self._proof_for_rows(bucket, args), rows, size):
+        if bucket is None:
             return False
         apart = any(not step.padded for step in runtime.program.split.segments)
-        return bucket == count or (not apart and _covers(self._proof_for_tokens(rows, args), count, bucket))
+        both = [{batch: b, tokens: t} for b in (rows, size) for t in (count, bucket)]
+        if not (apart and bucket != count) and _holds(self._proof(None, args), both):
+            return True
+        of_batch = [{batch: b} for b in (rows, size)]
+        return bucket == count and _holds(self._proof(bucket, args), of_batch)
 
     def _pays(self, runtime: OneSize, size: int, sizes: Sizes, args: Sequence[Any]) -> bool:
         """The padded batch is not slower than the call at its own sizes, as far as is known."""
@@ -180,25 +186,15 @@ class Batches:
         cost = self._costs[key]
         return cost is None or cost.pays(rows)
 
-    def _proof_for_rows(self, bucket: int, args: Sequence[Any]) -> ShapeContract | None:
-        """At `bucket` tokens, the batches whose padding is proved harmless."""
-        if bucket not in self._rows_proved:
-            fixed, config, batch = self._symbols.at_tokens(bucket), self._state.config, self._symbols.batch[0]
-            most = max(config.batches)
-            self._rows_proved[bucket] = self._prepared(
-                lambda: proof_of_padding(self._program, fixed, args, config, most, batch=batch)
+    def _proof(self, bucket: int | None, args: Sequence[Any]) -> ShapeContract | None:
+        """For which sizes padding of both is proved harmless, or at `bucket` tokens that of the batch."""
+        if bucket not in self._proved:
+            symbols, config = self._symbols, self._state.config
+            fixed = symbols.one_batch if bucket is None else symbols.at_tokens(bucket)
+            self._proved[bucket] = self._prepared(
+                lambda: proof_of_padding(self._program, fixed, symbols.batch[0], args, config)
             )
-        return self._rows_proved[bucket]
-
-    def _proof_for_tokens(self, rows: int, args: Sequence[Any]) -> ShapeContract | None:
-        """For a batch of `rows`, the counts of tokens whose padding is proved harmless."""
-        if rows not in self._tokens_proved:
-            fixed, config = self._symbols.at_batch(rows), self._state.config
-            most = max(config.sizes)
-            self._tokens_proved[rows] = self._prepared(
-                lambda: proof_of_padding(self._program, fixed, args, config, most)
-            )
-        return self._tokens_proved[rows]
+        return self._proved[bucket]
 
     def _grown(self, args: Sequence[Any], rows: int, size: int) -> list[Any]:
         """The arguments with copies of the first row behind the last one: values that the model can take."""
@@ -229,9 +225,6 @@ def _bucket(runtime: OneSize, count: int) -> int | None:
     return runtime.decide(count).bucket if ready is None else ready.captured.tape.bucket
 
 
-def _covers(proof: ShapeContract | None, *values: int) -> bool:
-    """What the proof relies on holds for these values of its one symbol."""
-    if proof is None:
-        return False
-    (symbol,) = proof.symbols
-    return all(proof.size_violation({symbol: value}) is None for value in values)
+def _holds(proof: ShapeContract | None, calls: Sequence[Sizes]) -> bool:
+    """What the proof relies on holds for the sizes of all these calls."""
+    return proof is not None and all(proof.size_violation(sizes) is None for sizes in calls)
