@@ -1,4 +1,4 @@
-"""Other people's loops and weights: generate, embedding servers, and quantised models.
+"""Other people's loops and weights: generate, continuous batching, embedding servers, quantised models.
 
     python -m benchmarks.bench_stacks                                 # all parts, all shapes
     python -m benchmarks.bench_stacks --parts generate,quantised --shapes 1b
@@ -6,6 +6,10 @@
 
 generate: greedy tokens on a static cache, for 1 and 8 requests. Sides: eager, transformers' own default
 (`mode="reduce-overhead"`), and this backend. Each side has a model object of its own around the same weights.
+
+continuous: `generate_batch` of 16 requests. Sides: transformers with attention by sdpa and CUDA graphs of its
+own, and our paged attention with this backend (`pg.continuous_batching`). Both managers stay, with what they
+have captured.
 
 embed: random batches of at most 32 texts of at most 256 tokens, with masks, through the encoders of BERT-base
 and ModernBERT-base. Sides: eager, `torch.compile(dynamic=True)`, and this backend. Two passes over all
@@ -38,14 +42,15 @@ from typing import Any
 
 import torch
 
-from benchmarks import stack_embed, stack_generate, stack_quantised
+from benchmarks import stack_continuous, stack_embed, stack_generate, stack_quantised
 from benchmarks.common import RESULTS, Mark, table, without_out, write
 from benchmarks.stack_setting import Measure, Row, Setting
 
-PARTS = ("generate", "embed", "quantised")
+PARTS = ("generate", "continuous", "quantised", "embed")
 KEYS = ("part", "shape", "weights", "requests")  # of the rows that stand beside each other
 LIMITS = {  # of what is not replayed, and of the time over that of another side
     "generate": (0.02, {"piecewise": ("reduce-overhead", 1.0)}),
+    "continuous": (0.05, {"piecewise": ("transformers", 1.0)}),
     "embed": (0.05, {"piecewise": ("dynamic", 1.0)}),
     "quantised": (0.0, {"full": ("raw", 1.05), "piecewise": ("raw", 1.10)}),
 }
@@ -68,16 +73,21 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
             row = {"part": "generate", "shape": shape, "requests": requests}
             call = partial(stack_generate.prepared, shape=shape, requests=requests)
             yield Case(row, partial(call, new_tokens=options.new_tokens))
+    if "continuous" in parts:
+        for shape in shapes:
+            row = {"part": "continuous", "shape": shape, "requests": options.users}
+            call = partial(stack_continuous.prepared, shape=shape, requests=options.users)
+            yield Case(row, partial(call, new_tokens=options.new_tokens))
+    if "quantised" in parts:
+        for shape, weights in itertools.product(shapes, options.weights.split(",")):
+            row = {"part": "quantised", "shape": shape, "weights": weights}
+            yield Case(row, partial(stack_quantised.prepared, shape=shape, weights=weights))
     if "embed" in parts:
         for shape in options.encoders.split(","):
             limits = {"count": options.batches, "rows": options.rows, "tokens": options.tokens}
             yield Case(
                 {"part": "embed", "shape": shape}, partial(stack_embed.prepared, shape=shape, **limits)
             )
-    if "quantised" in parts:
-        for shape, weights in itertools.product(shapes, options.weights.split(",")):
-            row = {"part": "quantised", "shape": shape, "weights": weights}
-            yield Case(row, partial(stack_quantised.prepared, shape=shape, weights=weights))
 
 
 def _in_process(case: Case, setting: Setting, parent: Connection) -> None:
@@ -159,6 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--encoders", default="bert-base,modernbert-base" if on_gpu else "bert-tiny")
     parser.add_argument("--weights", default="int8,int4,float8" if on_gpu else "int8", help="of quantised")
     parser.add_argument("--requests", default="1,8", help="of generate")
+    parser.add_argument("--users", type=int, default=16, help="requests of continuous batching")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batches", type=int, default=500)
     parser.add_argument("--rows", type=int, default=32, help="of the largest batch")
@@ -179,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows += found
             write(options.out, command, rows, marks_of(rows), report=False)
     write(options.out, command, rows, marks_of(rows))
-    print(table(rows, (*KEYS, "side", "ms", "replayed", "error", "first_other_token")))
+    print(table(rows, (*KEYS, "side", "ms", "replayed", "error", "first_other_token", "same_answers")))
     return 0
 
 

@@ -31,11 +31,11 @@ class Setting:
 
 @contextmanager
 def counted(found: dict[str, int]) -> Iterator[None]:
-    """Replays and fallbacks of the block are added to `found`."""
+    """Replays, captured tapes and fallbacks of the block are added to `found`."""
     before = pg.counters.snapshot()
     yield
     after = pg.counters.snapshot()
-    for name in ("replays", "fallbacks"):
+    for name in ("replays", "tapes", "fallbacks"):
         found[name] = found.get(name, 0) + after[name] - before.get(name, 0)
 
 

@@ -57,6 +57,42 @@ class AttentionError(PiecewiseError, ValueError):
             "load it with attn_implementation='eager'; the backend splits and captures what it can of that.",
         )
 
+    # --- continuous batching of transformers ---
+
+    @classmethod
+    def not_ours(cls, name: str | None) -> AttentionError:
+        return cls(
+            f"the model was loaded with attn_implementation={name!r}, which is not our attention.",
+            "call pg.register_attention(), and load it with attn_implementation='piecewise'.",
+        )
+
+    @classmethod
+    def no_body(cls, model: str) -> AttentionError:
+        return cls(f"{model} has no body apart from its head.", "pass a causal LM, such as LlamaForCausalLM.")
+
+    @classmethod
+    def no_pages(cls) -> AttentionError:
+        return cls(
+            "the model was called without the cache of continuous batching.",
+            "use generate_batch, or the model that you passed to pg.continuous_batching.",
+        )
+
+    @classmethod
+    def windowed_cache(cls) -> AttentionError:
+        return cls(
+            "the model has layers with a sliding window. transformers stores those in a ring of pages, which "
+            "piecewise::attention does not read.",
+            "load it with attn_implementation='sdpa', and call its own generate_batch.",
+        )
+
+    @classmethod
+    def compiled_twice(cls) -> AttentionError:
+        return cls(
+            "the ContinuousBatchingConfig asks transformers for CUDA graphs or torch.compile, around a model "
+            "that has graphs of its own.",
+            "leave out use_cuda_graph, the padding intervals, the compile configs and default_compile_level.",
+        )
+
     # --- the arguments of a call ---
 
     @classmethod

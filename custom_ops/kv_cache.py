@@ -45,11 +45,23 @@ class PagedKVCache:
     ) -> None:
         shape = (num_layers, 2, num_pages, page_size, kv_heads, head_dim)
         storage = torch.zeros(shape, dtype=dtype, device=device)
-        self.k = tuple(layer[0] for layer in storage)
-        self.v = tuple(layer[1] for layer in storage)
-        self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
-        self.kv_heads, self.head_dim = kv_heads, head_dim
-        self.dtype, self.device = dtype, storage.device
+        self._hold([layer[0] for layer in storage], [layer[1] for layer in storage])
+
+    @classmethod
+    def of_pages(cls, k: Sequence[Tensor], v: Sequence[Tensor]) -> PagedKVCache:
+        """A cache on memory that somebody else allocated, and hands out; it has no null page.
+
+        Args:
+            k, v: per layer `[num_pages, page_size, kv_heads, head_dim]`, dense, all of the same shape.
+        """
+        cache = cls.__new__(cls)
+        cache._hold(k, v)
+        return cache
+
+    def _hold(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
+        self.k, self.v, self.num_layers = tuple(k), tuple(v), len(k)
+        self.num_pages, self.page_size, self.kv_heads, self.head_dim = k[0].shape
+        self.dtype, self.device = k[0].dtype, k[0].device
         self.memo: dict[Hashable, Any] = {}
 
     @classmethod

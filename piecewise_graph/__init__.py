@@ -41,6 +41,7 @@ __all__ = [
     "bisect",
     "capture",
     "compile",
+    "continuous_batching",
     "counters",
     "errors",
     "explain",
@@ -55,7 +56,10 @@ __all__ = [
 ]
 
 # Names whose work is done above the core, by its consumers: the only imports that point upwards.
-_LAZY = {"register_attention": "piecewise_graph.custom_ops.attention.transformers_registry"}
+_LAZY = {
+    "continuous_batching": "piecewise_graph.custom_ops.attention.continuous_batching",
+    "register_attention": "piecewise_graph.custom_ops.attention.transformers_registry",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -23,9 +23,14 @@ def drop_shape_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 def raise_recompile_limit() -> None:
-    """Dynamo counts traces per code object, which all models of a class share; 8 are few for a server."""
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 64)
+    """Dynamo counts traces per code object, which all models of a class share; 8 are few for a server.
+
+    What is set is seen by the setting thread alone, from torch 2.13 on. Others have the default.
+    """
+    config, name, limit = torch._dynamo.config, "recompile_limit", 64
+    config.recompile_limit = max(config.recompile_limit, limit)
+    entry = config._config[name]  # type: ignore[attr-defined]
+    entry.default = max(entry.default, limit)
 
 
 def tell_of_reset(backend: Any) -> None:
