@@ -43,17 +43,11 @@ from typing import Any
 import torch
 
 from benchmarks import stack_continuous, stack_embed, stack_generate, stack_quantised
-from benchmarks.common import RESULTS, Mark, table, without_out, write
+from benchmarks.common import RESULTS, table, without_out, write
+from benchmarks.stack_report import KEYS, marks_of, matrix
 from benchmarks.stack_setting import Measure, Row, Setting
 
 PARTS = ("generate", "continuous", "quantised", "embed")
-KEYS = ("part", "shape", "weights", "requests")  # of the rows that stand beside each other
-LIMITS = {  # of what is not replayed, and of the time over that of another side
-    "generate": (0.02, {"piecewise": ("reduce-overhead", 1.0)}),
-    "continuous": (0.05, {"piecewise": ("transformers", 1.0)}),
-    "embed": (0.05, {"piecewise": ("dynamic", 1.0)}),
-    "quantised": (0.0, {"full": ("raw", 1.05), "piecewise": ("raw", 1.10)}),
-}
 
 
 @dataclass(frozen=True)
@@ -141,25 +135,6 @@ def _received(case: Case, connection: Connection, seconds: float | None = None) 
     return found
 
 
-def marks_of(rows: Sequence[Row]) -> list[Mark]:
-    marks = [Mark("cases that failed", sum("error" in row and "side" not in row for row in rows), 0)]
-    for key, group in itertools.groupby(rows, lambda row: tuple(row.get(key) for key in KEYS)):
-        sides = {row["side"]: row for row in group if "side" in row}
-        name = " ".join(str(part) for part in key if part is not None)
-        unserved, beside = LIMITS[key[0]]
-        for side, (other, limit) in beside.items():
-            if side not in sides:
-                continue
-            label, ours = f"{name}: {side}", sides[side]
-            marks.append(Mark(f"{label}, share not replayed", 1 - ours["replayed"], unserved))
-            if other in sides:
-                marks.append(Mark(f"{label}, time over {other}'s", ours["ms"] / sides[other]["ms"], limit))
-            if key[0] == "embed":
-                most = 2 * sides["eager"]["error"] + 1e-6
-                marks.append(Mark(f"{label}, error beside float32", ours["error"], most))
-    return marks
-
-
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     on_gpu = torch.cuda.is_available()
@@ -190,6 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows += found
             write(options.out, command, rows, marks_of(rows), report=False)
     write(options.out, command, rows, marks_of(rows))
+    print(matrix(rows))
     print(table(rows, (*KEYS, "side", "ms", "replayed", "error", "first_other_token", "same_answers")))
     return 0
 

@@ -65,6 +65,17 @@ def test_stacks(tmp_path: Path) -> None:
     assert told["quantised tiny int8 1: full, share not replayed"]
 
 
+@pytest.mark.parametrize("name", ["bench_stacks", "bench_stacks_more"])
+def test_the_tables_of_stacks_are_made_from_their_results(name: str) -> None:
+    report, folder = (
+        importlib.import_module("benchmarks.stack_report"),
+        Path(__file__).parents[1] / "benchmarks",
+    )
+    found = json.loads((folder / "results" / f"{name}.json").read_text())
+    assert report.matrix(found["rows"]) in (folder / "README.md").read_text()
+    assert [mark.as_row() for mark in report.marks_of(found["rows"])] == found["marks"]
+
+
 def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
     benchmark = importlib.import_module("benchmarks.compare_commits")
     common = importlib.import_module("benchmarks.common")

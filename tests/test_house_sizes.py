@@ -71,17 +71,17 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1193,
-    "_torch": 710,
+    "beside": 1197,
+    "_torch": 712,
     "kernels": 469,
-    "splitter": 1074,
+    "splitter": 1073,
     "analysis": 1629,
-    "compiler": 1664,
+    "compiler": 1663,
     "recorder": 1165,
-    "runtime": 1362,
+    "runtime": 1355,
     "inspection": 995,
     "frontend": 1087,
-    "custom_ops": 3216,
+    "custom_ops": 3360,
     "eagle": 2976,
     "bench": 646,
     "cli": 703,
