@@ -45,6 +45,18 @@ def _groups_of_unbounded_keys(x: Tensor, ids: Tensor, experts: Tensor) -> Tensor
 
 
 UNSAFE: dict[str, Case] = {
+    "int8 weights are rows": (
+        "square x w",
+        lambda square, x, w: torch.ops.aten._weight_int8pack_mm(
+            w.bfloat16(), (x * 9).to(torch.int8), square[0].bfloat16()
+        ),
+    ),
+    "int8 weights over tokens": (
+        "square h",
+        lambda square, h: torch.ops.aten._weight_int8pack_mm(
+            square.bfloat16(), (h[0].T * 9).to(torch.int8), h[0, 0].bfloat16()
+        ),
+    ),
     # named in reviews
     "zero rows counted": ("x", lambda x: x * (1 + (x == 0).all(-1).sum())),
     "all": ("x", lambda x: x * x.all()),

@@ -14,7 +14,7 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 512,
-    "rules": 800,
+    "rules": 808,
     "claims": 430,
     "proof": 357,
 }
@@ -75,7 +75,7 @@ BUDGETS = {
     "_torch": 712,
     "kernels": 469,
     "splitter": 1073,
-    "analysis": 1629,
+    "analysis": 1636,
     "compiler": 1663,
     "recorder": 1165,
     "runtime": 1355,

@@ -12,6 +12,7 @@ import torch
 from padding_cases import disagreement, is_proved, judge, why
 from torch import Tensor
 
+_packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu
 Inputs = list[tuple[Tensor, Any]]
 
 
@@ -31,6 +32,9 @@ def given(names: str) -> Inputs:
         "table": (lambda: torch.randn(64, 8), None),
         "k": (lambda: torch.randn(8, 1, 4), None),  # a depthwise kernel
         "experts": (lambda: torch.randn(4, 8, 8), None),
+        "wide": (lambda: torch.randn(7, 64, dtype=torch.bfloat16), 0),
+        "packed": (lambda: _packed(torch.randint(16, (32, 64), dtype=torch.int32), 1), None),
+        "zeros": (lambda: torch.randn(2, 32, 2, dtype=torch.bfloat16), None),
         "point": (lambda: torch.tensor([3, 1]), None),
         "one": (lambda: torch.tensor(2), None),
     }

@@ -564,6 +564,15 @@ def scaled_product(call: Call) -> State:
     return _product(call, left, right)
 
 
+@rule("_weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm")
+def packed_product(call: Call) -> State:
+    """Rows times a weight that is stored packed, with its scales."""
+    call.numbers_are_constant()
+    rows, *weight = [call.claim(tensor).dims for tensor in call.tensors]
+    require(all(map(is_constant, (rows[1], *itertools.chain(*weight)))), "contracts tokens")
+    return Claim((rows[0], call.padding.dim(call.results[0].shape[1])))
+
+
 @rule("convolution")
 def convolution(call: Call) -> State:
     """Samples are independent. A window over constant places reads live elements only.
