@@ -77,9 +77,9 @@ def _measured(setting: Setting, common: Row, steps: dict[int, dict[str, Step]]) 
         calls = ours * (10 * setting.rounds * 5 + 3)
         for name, timing in timings.items():
             row = common | {"requests": tokens, "side": name, **milliseconds(timing), "error": errors[name]}
-            rows.append(
-                row | ({"replayed": served["replays"] / calls} if name in ("piecewise", "full") else {})
-            )
+            replayed = {"replayed": served["replays"] / calls} if name in ("piecewise", "full") else {}
+            between = {"between_graphs": served["unpadded_segments"]} if name == "piecewise" else {}
+            rows.append(row | replayed | between)
     return rows
 
 

@@ -31,12 +31,12 @@ class Setting:
 
 @contextmanager
 def counted(found: dict[str, int]) -> Iterator[None]:
-    """Replays, captured tapes and fallbacks of the block are added to `found`."""
+    """Replays of the block, captured tapes, fallbacks, and regions between graphs are added to `found`."""
     before = pg.counters.snapshot()
     yield
     after = pg.counters.snapshot()
-    for name in ("replays", "tapes", "fallbacks"):
-        found[name] = found.get(name, 0) + after[name] - before.get(name, 0)
+    for name in ("replays", "tapes", "fallbacks", "unpadded_segments"):
+        found[name] = found.get(name, 0) + after.get(name, 0) - before.get(name, 0)
 
 
 def milliseconds(timing: Timing, each: int = 1) -> dict[str, float]:

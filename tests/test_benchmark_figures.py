@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import stack_continuous, stack_generate, stack_quantised
+from benchmarks.stack_report import marks_of, matrix
+from benchmarks.stack_setting import Setting
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `benchmarks` is not installed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmarks are run as such")
@@ -21,8 +25,8 @@ def test_capture() -> None:
     turn = benchmark.measured("tiny", "eager", 8)
     assert (turn["captured_sizes"], turn["captured_graphs"]) == (4, 4 * 4)  # 1, 2, 4, 8; layers and a head
     assert 0 < turn["buckets_s"] < turn["capture_s"]
-    row = benchmark.medians([turn, {**turn, "capture_s": 2.0}, {**turn, "capture_s": 3.0}])
-    assert row["capture_s"] == 2.0 and row["turns_s"] == [turn["capture_s"], 2.0, 3.0]
+    row = benchmark.medians([{**turn, "capture_s": seconds} for seconds in (3.0, 1.0, 2.0)])
+    assert row["capture_s"] == 2.0 and row["turns_s"] == [3.0, 1.0, 2.0]
 
 
 def test_trust(tmp_path: Path) -> None:
@@ -37,43 +41,58 @@ def test_trust(tmp_path: Path) -> None:
     assert [mark.value for mark in benchmark.marks_of([lost, faults], 2)] == [1, 1, 2]
 
 
+SMALL = Setting(torch.device("cpu"), "eager", rounds=2)
+
+
 def test_stacks(tmp_path: Path) -> None:
+    """Each case has a process of its own; one that fails is a row that says why."""
     benchmark, out = importlib.import_module("benchmarks.bench_stacks"), tmp_path / "out.json"
-    small = ["--new-tokens", "8", "--batches", "4", "--rows", "3", "--tokens", "16", "--rounds", "2"]
-    given = ["--compiler", "eager", *small, "--jobs", "2", "--requests", "2", "--weights", "int8,none such"]
+    given = ["--compiler", "eager", "--batches", "4", "--rows", "3", "--tokens", "16", "--rounds", "2"]
+    given += ["--jobs", "2", "--parts", "embed,quantised", "--weights", "none such"]
     assert benchmark.main([*given, "--out", str(out)]) == 0
     found = json.loads(out.read_text())
-    rows = {part: [row for row in found["rows"] if row["part"] == part] for part in benchmark.PARTS}
-    # of 7 steps behind the prompt's, one per call captures the graph of a new cache
-    (ours,) = [row for row in rows["generate"] if row["side"] == "piecewise"]
-    assert (ours["requests"], ours["replayed"], ours["first_other_token"]) == (2, 6 / 7, None)
-    (ours,) = [row for row in rows["embed"] if row["side"] == "piecewise"]
+    failed, *embedded = found["rows"]
+    (ours,) = [row for row in embedded if row["side"] == "piecewise"]
     assert (ours["shape"], ours["replayed"]) == ("bert-tiny", 1.0) and ours["error"] < 1e-5
-    *steps, failed = rows["quantised"]
-    assert [(row["requests"], row["side"], row.get("replayed")) for row in steps] == [
-        (requests, side, served)
-        for requests in (8, 1)
-        for side, served in (("eager", None), ("piecewise", 1.0), ("full", 1.0))
-    ]
-    assert all(row["error"] < 1e-2 for row in steps)  # in bfloat16
     assert failed == {"part": "quantised", "shape": "tiny", "weights": "none such"} | {
         "error": "KeyError: 'none such'"
     }
     told = {mark["name"]: mark["met"] for mark in found["marks"]}
-    assert not told["cases that failed"] and not told["generate tiny 2: piecewise, share not replayed"]
-    assert told["embed bert-tiny: piecewise, share not replayed"]
-    assert told["quantised tiny int8 1: full, share not replayed"]
+    assert not told["cases that failed"] and told["embed bert-tiny: piecewise, share not replayed"]
+
+
+def test_a_step_of_generate_that_captures_is_no_replay() -> None:
+    rows = stack_generate.prepared(SMALL, "tiny", requests=2, new_tokens=8)()
+    (ours,) = [row for row in rows if row["side"] == "piecewise"]
+    # of 7 steps behind the prompt's, one per call captures the graph of a new cache
+    assert (ours["requests"], ours["replayed"], ours["first_other_token"]) == (2, 6 / 7, None)
+    (missed,) = [mark for mark in marks_of(rows) if "share" in mark.name]
+    assert missed.name == "generate tiny 2: piecewise, share not replayed" and missed.value > missed.limit
+
+
+def test_sides_of_continuous_batching() -> None:
+    rows = stack_continuous.prepared(SMALL, "tiny", requests=3, new_tokens=8)()
+    assert [row["side"] for row in rows] == ["transformers", "piecewise"]
+    assert rows[1]["replayed"] == rows[1]["same_answers"] == 1.0
+
+
+def test_sides_of_quantised_weights() -> None:
+    rows = stack_quantised.prepared(SMALL, "tiny", "int8")()
+    assert [(row["requests"], row["side"], row.get("replayed")) for row in rows] == [
+        (requests, side, served)
+        for requests in (8, 1)
+        for side, served in (("eager", None), ("piecewise", 1.0), ("full", 1.0))
+    ]
+    assert all(row["error"] < 1e-2 for row in rows)  # in bfloat16
+    assert [row["between_graphs"] for row in rows if row["side"] == "piecewise"] == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["bench_stacks", "bench_stacks_more"])
 def test_the_tables_of_stacks_are_made_from_their_results(name: str) -> None:
-    report, folder = (
-        importlib.import_module("benchmarks.stack_report"),
-        Path(__file__).parents[1] / "benchmarks",
-    )
+    folder = Path(__file__).parents[1] / "benchmarks"
     found = json.loads((folder / "results" / f"{name}.json").read_text())
-    assert report.matrix(found["rows"]) in (folder / "README.md").read_text()
-    assert [mark.as_row() for mark in report.marks_of(found["rows"])] == found["marks"]
+    assert matrix(found["rows"]) in (folder / "README.md").read_text()
+    assert [mark.as_row() for mark in marks_of(found["rows"])] == found["marks"]
 
 
 def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
