@@ -70,3 +70,19 @@ MODELS: dict[str, Callable[[Tensor], Any]] = {
     "twice the requests": lambda x: torch.cat([x, x * 2], 0),
     "requests beside tokens": lambda x: torch.einsum("btw,sw->bts", x, x[:, 0]) @ x[:, 0],
 }
+
+
+# Of [batch, tokens, WIDTH] and ids of [batch, tokens], which are not zero.
+WITH_IDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum of ids": lambda x, ids: x * ids.sum(),
+    "sum over requests": lambda x, ids: x * ids.sum(0)[None, :, None],
+    "ids counted": lambda x, ids: x / ids.count_nonzero(),
+    "mask counted": lambda x, ids: x / (ids > 2).sum(),
+    "any request": lambda x, ids: x * (ids > 2).any(0)[:, None],
+    "ids less the request": lambda x, ids: (
+        x
+        + nn.functional.embedding(
+            ids + 5 - _up_to(x, x.shape[0])[:, None], torch.ones(64, WIDTH, device=x.device).cumsum(0)
+        )
+    ),
+}

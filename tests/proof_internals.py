@@ -27,7 +27,7 @@ def believe(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
 
 def trust_indices(monkeypatch: pytest.MonkeyPatch) -> None:
     """No index of a tail is taken to leave its table."""
-    monkeypatch.setattr(rules, "require_inside", lambda *_: None)
+    monkeypatch.setattr(rules, "require_inside", lambda *_, **__: None)
 
 
 def believe_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from batch_cases import MODELS
+from batch_cases import MODELS, WITH_IDS
 from cost_internals import batches_cost
 from hypothesis import given, settings, strategies as st
 from internals import traces
@@ -160,6 +160,46 @@ def test_padding_of_a_batch_changes_nothing(compile: Any, name: str, device: tor
         assert_same(*kept[-1])
     for found, wanted in kept:  # later calls have not written them
         assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("name", WITH_IDS)
+def test_rows_of_padding_hold_no_ids(name: str, device: torch.device) -> None:
+    linear = nn.Linear(WIDTH, WIDTH, bias=False).to(device)
+
+    def model(x: Tensor, ids: Tensor) -> Tensor:
+        return WITH_IDS[name](linear(x), ids)
+
+    fast = by_torch(model, batch_sizes=(2, 4, 8))
+    for rows, count in ((3, 5), (5, 4), (5, 8), (6, 4), (3, 7), (7, 8), (5, 5)):
+        x, ids = batch((rows, count), device) * 3, torch.randint(1, 5, (rows, count), device=device)
+        assert_same(fast(x, ids), model(x, ids))
+
+
+def test_orders_of_two_sorts_in_equal_segments_are_told_apart(device: torch.device) -> None:
+    linear, expert = nn.Linear(WIDTH, WIDTH, bias=False).to(device), nn.Linear(WIDTH, 5).to(device)
+
+    def attended(x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+
+    def in_order(x: Tensor) -> tuple[Tensor, Tensor]:
+        order = expert(x[:, 0]).argmax(-1).sort(stable=True).indices
+        return order, x[:, 0][order]
+
+    def model(x: Tensor) -> Tensor:
+        one = attended(linear(x))
+        first, rows = in_order(one)
+        two = attended(one.sin())
+        second, others = in_order(two)
+        three = attended(two.sin())
+        mixed = rows + 3 * others + (second[:, None] * 0).float()
+        back = torch.empty_like(first)
+        back[first] = torch.arange(first.shape[0], device=x.device)
+        return mixed[back][:, None] + three
+
+    fast = by_torch(model, batch_sizes=(2, 4, 8))
+    for pair in ((3, 5), (5, 4), (5, 8), (6, 4), (5, 7), (6, 6), (5, 5), (7, 8)):
+        x = batch(pair, device) * 3
+        assert_same(fast(x), model(x))
 
 
 @both_ways

@@ -14,7 +14,7 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 512,
-    "rules": 808,
+    "rules": 810,
     "claims": 430,
     "proof": 357,
 }
@@ -75,10 +75,10 @@ BUDGETS = {
     "_torch": 712,
     "kernels": 469,
     "splitter": 1073,
-    "analysis": 1636,
-    "compiler": 1663,
+    "analysis": 1637,
+    "compiler": 1668,
     "recorder": 1165,
-    "runtime": 1355,
+    "runtime": 1357,
     "inspection": 995,
     "frontend": 1087,
     "custom_ops": 3360,

@@ -57,13 +57,17 @@ def running_bounds(claim: Claim, size: Any) -> Bounds | None:
     return Bounds(each.low, (each.stop - 1) * _torch.expression(size) + 1)
 
 
-def require_inside(claim: Claim, size: Any, padding: Padding) -> None:
-    """No element of an index's tail leads out of a dimension of `size` elements; live ones are trusted."""
+def require_inside(claim: Claim, size: Any, padding: Padding, *, from_end: bool) -> None:
+    """No element of an index's tail leads out of a dimension of `size` elements; live ones are trusted.
+
+    Args:
+        from_end: negative indices count from the end; else they are outside.
+    """
     if not claim.has_tail:
         return
     require(claim.tail is not None, "index may leave the table")
     assert claim.tail is not None
-    low = padding.at_most(-claim.tail.low, size)
+    low = padding.at_most(-claim.tail.low, size if from_end else 0)
     require(low and padding.at_most(claim.tail.stop, size), "index may leave the table")
 
 

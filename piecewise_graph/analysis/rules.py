@@ -680,7 +680,8 @@ def _require_index(call: Call, dim: Dim, size: Any, index: Tensor) -> Claim:
     claim = call.claim(index)
     known = dim is UNIFORM or is_constant(dim) or claim.points_into == dim
     require(known, "index of tokens")
-    require_inside(claim, size, call.padding)
+    wraps = call.name in ("aten::index", "aten::_unsafe_index")
+    require_inside(claim, size, call.padding, from_end=wraps)
     return claim
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from piecewise_graph import _torch
-from piecewise_graph.analysis.claims import Bounds, Claim, live_claim, stored_claim
+from piecewise_graph.analysis.claims import UNIFORM, Bounds, Claim, Sorted, live_claim, stored_claim
 from piecewise_graph.analysis.facts import SegmentFacts
 from piecewise_graph.analysis.proof import Finding, SegmentProof, analyse
 from piecewise_graph.compiler.segment_key import Key, structure_key
@@ -63,8 +63,14 @@ class Prover:
         if proof is None:
             inputs = _torch.argument_values(gm)
             proof = analyse(gm, inputs, claims, tokens, self.largest, device)
-            self._known[key.digest, claims] = proof
+            if not any(map(_is_sorted, (*proof.outputs, *proof.inputs))):  # each sort has an order of its own
+                self._known[key.digest, claims] = proof
         return proof
+
+
+def _is_sorted(claim: Claim | None) -> bool:
+    atoms = (a for dim in (claim.dims if claim else ()) if dim is not UNIFORM for a in dim)
+    return any(isinstance(atom, Sorted) for atom in atoms)
 
 
 def judge(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from piecewise_graph import _torch
+from piecewise_graph.analysis.claims import is_integer
 from piecewise_graph.buckets import bucket_for
 from piecewise_graph.compiler.batched_sizes import BatchedSizes, cuts_to_rows, proof_of_padding
 from piecewise_graph.compiler.other_forms import at_batch
@@ -197,7 +198,7 @@ class Batches:
         return self._proved[bucket]
 
     def _grown(self, args: Sequence[Any], rows: int, size: int) -> list[Any]:
-        """The arguments with copies of the first row behind the last one: values that the model can take."""
+        """The arguments with more rows: zeros of integers, as the proof takes them, else the first again."""
         grown = list(args)
         for index, given in enumerate(self._program.split.inputs[: len(args)]):
             if given.symbol in self._symbols.batch:
@@ -205,6 +206,7 @@ class Batches:
             elif given.spec is not None and not given.bound:
                 for dim in self._symbols.batch_dims(given.spec):
                     first = grown[index].narrow(dim, 0, 1)
+                    first = torch.zeros_like(first) if is_integer(first) else first
                     grown[index] = torch.cat([grown[index], *[first] * (size - rows)], dim)
         return grown
 
