@@ -43,10 +43,10 @@ def sizes(options: argparse.Namespace) -> list[int]:
 
 
 @contextmanager
-def on_own_stream() -> Iterator[None]:
+def on_own_stream(grad_mode: Callable[[], Any] = torch.inference_mode) -> Iterator[None]:
     """Off the default stream, where graphs in a row would leave the device idle between them."""
     with (
-        torch.inference_mode(),
+        grad_mode(),
         torch.cuda.stream(torch.cuda.Stream() if torch.cuda.is_available() else None),
     ):
         yield

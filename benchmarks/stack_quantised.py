@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.common import alternate
+from benchmarks.compare_child import on_own_stream
 from benchmarks.compare_sides import SIDES, Step
 from benchmarks.llama import SHAPES
 from benchmarks.paged import PagedModel
 from benchmarks.stack_setting import Measure, Row, Setting, counted, milliseconds
 
 TOKENS = (8, 1)  # requests of a decode step, one row each; the larger one is compiled for
-BESIDE = "raw"
 
 
 def config_of(weights: str) -> Any:
@@ -41,11 +40,11 @@ def prepared(setting: Setting, shape: str, weights: str) -> Measure:
     quantize_(paged.model, config_of(weights))
     names = [
         name
-        for name in ("eager", BESIDE, "piecewise", "full")
+        for name in ("eager", "raw", "piecewise", "full")
         if setting.device.type == "cuda" or not SIDES[name].needs_cuda
     ]
     steps: dict[int, dict[str, Step]] = {tokens: {} for tokens in TOKENS}
-    with _alone():
+    with on_own_stream(torch.no_grad):
         paged.touch()
         for name in names:
             side = SIDES[name](paged, None, setting.compiler)
@@ -56,15 +55,7 @@ def prepared(setting: Setting, shape: str, weights: str) -> Measure:
     return partial(_measured, setting, common, steps)
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Off the default stream, where graphs in a row would leave the device idle between them."""
-    stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-    with torch.no_grad(), torch.cuda.stream(stream):
-        yield
-
-
-@_alone()
+@on_own_stream(torch.no_grad)
 def _measured(setting: Setting, common: Row, steps: dict[int, dict[str, Step]]) -> list[Row]:
     rows = []
     for tokens, sides in steps.items():
