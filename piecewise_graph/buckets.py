@@ -24,7 +24,7 @@ def default_capture_sizes(max_tokens: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= max_tokens))
 
 
-# Each doubles the batch: padding wastes less than half of it, and each one is compiled for itself.
+# Each doubles the batch: padding wastes less than half of it.
 DEFAULT_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -53,6 +53,11 @@ class TensorSpec:
         """Strides that matter depend on the token count: fewer tokens are no view of more in this layout."""
         pairs = zip(self.shape, self.stride, strict=True)
         return any(size != 1 and token in step.free_symbols for size, step in pairs)
+
+    def with_numbers(self, sizes: Sizes) -> TensorSpec:
+        """With these symbols taken for numbers."""
+        shape = tuple(substitute(size, sizes) for size in self.shape)
+        return replace(self, shape=shape, stride=tuple(substitute(step, sizes) for step in self.stride))
 
     def shape_at(self, sizes: Sizes) -> tuple[int, ...]:
         return tuple(evaluate(size, sizes) for size in self.shape)
@@ -192,6 +197,19 @@ class ShapeContract:
     names: tuple[str, ...]
     is_whole: bool
 
+    def with_numbers(self, sizes: Sizes) -> ShapeContract:
+        """With these symbols taken for numbers that are in their ranges."""
+        left = [index for index, symbol in enumerate(self.symbols) if symbol not in sizes]
+        guards = (substitute(guard, sizes) for guard in self.guards)
+        return replace(
+            self,
+            symbols=tuple(self.symbols[index] for index in left),
+            sources=tuple(self.sources[index] for index in left),
+            dims=tuple((index, dim, substitute(expr, sizes)) for index, dim, expr in self.dims),
+            guards=tuple(guard for guard in guards if guard != sympy.true),
+            ranges=tuple(self.ranges[index] for index in left),
+        )
+
     def admit(self, args: Sequence[Any]) -> Sizes:
         """The value of each symbol in this call, which the trace is valid for.
 
@@ -234,11 +252,17 @@ class ShapeContract:
             self._violations[key] = next(self._violated(sizes), None)
         return self._violations[key]
 
-    def _violated(self, sizes: Sizes) -> Iterator[str]:
+    def outside_ranges(self, sizes: Sizes) -> Iterator[str]:
+        """Which of these sizes, of some symbols or all, the trace is not valid for by itself."""
         for symbol, (low, high) in zip(self.symbols, self.ranges, strict=True):
-            value = sizes[symbol]
+            value = sizes.get(symbol, low)
+            if value is None:
+                continue
             if (low is not None and value < low) or (high is not None and value > high):
                 yield InputError.outside_range(value, range_text((low, high)))
+
+    def _violated(self, sizes: Sizes) -> Iterator[str]:
+        yield from self.outside_ranges(sizes)
         for guard in self.guards:
             if substitute(guard, sizes) == sympy.false:
                 yield InputError.guard_not_met(guard, sizes)

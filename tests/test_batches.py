@@ -74,6 +74,18 @@ def test_calls_replay_a_bucket_of_both(compile: Any, compiler: str, device: torc
     assert [report.sizes.partition(",")[0][-4:] for report in pg.explain(fast).traces[1:]] == [" = 2", " = 4"]
 
 
+@both_ways
+def test_batch_sizes_share_the_code_of_all_sizes(compile: Any, device: torch.device) -> None:
+    model = Encoder().to(device)
+    fast = compile(model)
+    for pair in ((3, 3), (4, 3)):  # the second call compiles for every batch size
+        fast(batch(pair, device))
+    with pg.counters.expect(traces=0, compiles=0, fallbacks=0):
+        for pair in ((2, 3), (2, 7), (4, 8)):
+            x = batch(pair, device)
+            assert_same(fast(x), model(x))
+
+
 class Dropping(Encoder):
     """Dropout in eval mode is a copy, to Dynamo; in inference mode it is an op that draws numbers."""
 

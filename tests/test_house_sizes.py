@@ -71,14 +71,14 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1197,
+    "beside": 1213,
     "_torch": 712,
     "kernels": 469,
-    "splitter": 1073,
+    "splitter": 1088,
     "analysis": 1637,
-    "compiler": 1668,
+    "compiler": 1727,
     "recorder": 1165,
-    "runtime": 1357,
+    "runtime": 1376,
     "inspection": 995,
     "frontend": 1087,
     "custom_ops": 3360,

@@ -3,24 +3,30 @@
 Note [A batch and its tokens are proved at once]
 Of a call of [B, T] that a replay pads to [b, t], one proof knows both symbols: it holds for all batches and
 lengths. A splitting op runs on live tokens of all b rows, so only ops that are known to compute each row of
-a batch by itself are let through. Where the tokens of a trace are not shown to bear padding (attention that
-is not cut out, in a region of its own), a call whose length is a bucket's may still have rows appended:
-then its tokens are taken for a number, and the proof knows the batch alone.
+a batch by itself are let through. What was compiled for both symbols then serves every batch size, with a
+number for its batch. Where the tokens of a trace are not shown to bear padding (attention that is not cut
+out, in a region of its own), each batch size is compiled for itself, and a call whose length is a bucket's
+may still have rows appended: then its tokens are taken for a number, and the proof knows the batch alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
+from torch.fx import GraphModule
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler.build_program import contract_of
 from piecewise_graph.compiler.fixed_sizes import Fixed, with_fixed_sizes
+from piecewise_graph.compiler.judge import ProvedGraph
+from piecewise_graph.compiler.other_forms import of_proof
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.prove_padding import prove_padding
+from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.sizes import ShapeContract, TensorSpec
 from piecewise_graph.splitter.split_graph import OpCall, Ref, Size, SplitGraph, is_torch_attention, references
@@ -83,34 +89,90 @@ def cuts_to_rows(program: Program, sizes: BatchedSizes) -> bool:
     return not derived and not varying and all(sizes.batch_dims(spec) in ([], [0]) for spec in made)
 
 
-def proof_of_padding(
-    program: Program, fixed: Fixed, batch: sympy.Symbol, args: Sequence[Any], config: PiecewiseConfig
-) -> ShapeContract | None:
-    """For which sizes the trace is proved to bear padding of its batch, and of its tokens if they are left.
+@dataclass(frozen=True)
+class Padded:
+    """A trace that is proved to bear padding of its tokens.
+
+    Attributes:
+        program: of the trace, with one symbol for its batch.
+        of_batch: the contract of the sizes for which rows may be appended too; None where they may not.
+    """
+
+    program: Program
+    of_batch: ShapeContract | None
+
+
+def padded_in_both(
+    program: Program,
+    sizes: BatchedSizes,
+    args: Sequence[Any],
+    config: PiecewiseConfig,
+    compiled: dict[str, CompiledSegment],
+) -> Padded | None:
+    """The trace for all batches and lengths, compiled once; None where padding of its tokens is not proved.
 
     Args:
-        fixed: what its other symbols are taken for.
-        batch: counts requests: every splitting op has to compute each row from that row alone.
-        args: of a call; what its integer buffers hold bounds them as indices.
-
-    Returns:
-        None where it is not proved.
+        args, config, compiled: see `build_program`.
     """
-    told, env = program.uncapturable, _torch.shape_env_of(program.traced)
+    with _proof(program, sizes.one_batch, args, config) as (traced, proved):
+        if not _is_proved(proved, sizes.batch[0]):
+            return None
+        made = of_proof(program, traced, proved, config, compiled)
+    return Padded(made, made.contract if _is_row_wise(made.split, sizes.batch[0]) else None)
+
+
+def padding_of_batch(
+    program: Program, sizes: BatchedSizes, tokens: int, args: Sequence[Any], config: PiecewiseConfig
+) -> ShapeContract | None:
+    """For which batches of `tokens` tokens rows may be appended; None where that is not proved.
+
+    Args:
+        args, config: see `build_program`.
+    """
+    with _proof(program, sizes.at_tokens(tokens), args, config) as (traced, proved):
+        batch = sizes.batch[0]
+        is_proved = _is_proved(proved, batch) and _is_row_wise(proved.split, batch)
+        return contract_of(traced, proved.split, is_whole=True) if is_proved else None
+
+
+@contextmanager
+def _proof(
+    program: Program, fixed: Fixed, args: Sequence[Any], config: PiecewiseConfig
+) -> Iterator[tuple[GraphModule, ProvedGraph]]:
+    """The trace with the symbols of `fixed` taken for what they map to, proved.
+
+    What the body assumes of sizes is forgotten at its end: the contract that it makes holds it.
+    """
     largest = max(*config.batches, *config.sizes)
+    env = _torch.shape_env_of(program.traced)
     with _torch.conditions_undone(env), _torch.as_while_tracing():
         traced = with_fixed_sizes(program.traced, fixed) if fixed else program.traced
-        proved = prove_padding(
-            traced, args, config.compiler, largest, unproved="exact", uncapturable=told, most_symbols=2
+        yield (
+            traced,
+            prove_padding(
+                traced,
+                args,
+                config.compiler,
+                largest,
+                unproved="exact",
+                uncapturable=program.uncapturable,
+                most_symbols=2,
+            ),
         )
-        contract = contract_of(traced, proved.split, is_whole=True)
+
+
+def _is_proved(proved: ProvedGraph, batch: sympy.Symbol) -> bool:
     random = any(facts.random for facts in proved.facts.values())
-    is_proved = batch in contract.symbols and proved.unpaddable is None and not proved.unproved
-    row_wise = all(_is_row_wise(call, proved.split, batch) for call in proved.split.op_calls)
-    return contract if is_proved and row_wise and not random else None
+    known = batch in proved.split.symbols
+    return known and proved.unpaddable is None and not proved.unproved and not random
 
 
-def _is_row_wise(call: OpCall, graph: SplitGraph, batch: sympy.Symbol) -> bool:
+def _is_row_wise(graph: SplitGraph, batch: sympy.Symbol) -> bool:
+    """Every splitting op is known to compute each row of a batch from that row alone."""
+    return all(_computes_rows(call, graph, batch) for call in graph.op_calls)
+
+
+def _computes_rows(call: OpCall, graph: SplitGraph, batch: sympy.Symbol) -> bool:
     given = dict(bind_arguments(call.target, call.args, call.kwargs))
     counted = any(isinstance(x, Size) and batch in x.expr.free_symbols for x in given.values())
     if counted or not is_torch_attention(call):

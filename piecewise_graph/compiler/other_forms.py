@@ -22,12 +22,14 @@ from piecewise_graph.compiler.build_program import (
     writes_arguments,
 )
 from piecewise_graph.compiler.fixed_sizes import with_fixed_sizes
+from piecewise_graph.compiler.judge import ProvedGraph
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.compiler.specialize import specialized
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.sizes import Sizes
 from piecewise_graph.splitter.split import Unsplittable
+from piecewise_graph.splitter.split_graph import with_numbers
 
 
 def without_uncapturable(
@@ -46,7 +48,9 @@ def without_uncapturable(
     known = {**program.uncapturable, **uncapturable}
     if len(known) == len(program.uncapturable):
         return None
-    made = _split_anew(program, program.traced, known, args, config, compiled)
+    narrower = program.fixed and program.token is not None
+    traced = with_fixed_sizes(program.traced, program.fixed) if narrower else program.traced
+    made = _split_anew(program, traced, known, args, config, compiled)
     if made is not None and program.fixed and program.token is None:
         made = at_sizes(made, program.fixed) if has_exact_sizes(made) else None
     return None if made is None or made.blocked else made
@@ -86,14 +90,40 @@ def _split_anew(
             proved = prove(traced, args, config, uncapturable)
         except Unsplittable:
             return None
-        pairs = zip(proved.split.inputs, program.split.inputs, strict=True)
-        inputs = tuple(replace(new, bound=old.bound) for new, old in pairs)  # see `with_activations`
-        proved = replace(proved, split=replace(proved.split, inputs=inputs))
-        breaks, is_whole = program.breaks, program.contract.is_whole
-        fields = compiled_fields(traced, proved, config, compiled, breaks=breaks, is_whole=is_whole)
-        made = replace(program, **fields, uncapturable=uncapturable)
-        report_split(made)
-        return specialized(made, args, config, compiled)
+        made = of_proof(program, traced, proved, config, compiled)
+        return specialized(replace(made, uncapturable=uncapturable), args, config, compiled)
+
+
+def of_proof(
+    program: Program,
+    traced: GraphModule,
+    proved: ProvedGraph,
+    config: PiecewiseConfig,
+    compiled: dict[str, CompiledSegment],
+) -> Program:
+    """`program` for another form of its trace, which was split and proved."""
+    pairs = zip(proved.split.inputs, program.split.inputs, strict=True)
+    inputs = tuple(replace(new, bound=old.bound) for new, old in pairs)  # see `with_activations`
+    proved = replace(proved, split=replace(proved.split, inputs=inputs))
+    breaks, is_whole = program.breaks, program.contract.is_whole
+    fields = compiled_fields(traced, proved, config, compiled, breaks=breaks, is_whole=is_whole)
+    made = replace(program, **fields)
+    report_split(made)
+    return made
+
+
+def at_numbers(program: Program, sizes: Sizes) -> Program | None:
+    """The program with the symbols of `sizes` taken for numbers, but in its code; None where that is no use.
+
+    Unlike `at_batch` nothing is split, proved or compiled: the program has to be proved for all its sizes.
+    """
+    if any(program.contract.outside_ranges(sizes)):
+        return None
+    graph, contract = with_numbers(program.split, sizes), program.contract.with_numbers(sizes)
+    why = blocked(graph, program.compiled, program.writes_arguments, program.breaks)
+    token = graph.symbols[0] if len(graph.symbols) == 1 else None
+    made = replace(program, split=graph, contract=contract, token=token, blocked=why, fixed=dict(sizes))
+    return None if why is not None or token is None else made
 
 
 def with_activations(program: Program, indices: Collection[int]) -> Program:

@@ -21,8 +21,14 @@ from torch import Tensor
 from piecewise_graph import _torch
 from piecewise_graph.analysis.claims import is_integer
 from piecewise_graph.buckets import bucket_for
-from piecewise_graph.compiler.batched_sizes import BatchedSizes, cuts_to_rows, proof_of_padding
-from piecewise_graph.compiler.other_forms import at_batch
+from piecewise_graph.compiler.batched_sizes import (
+    BatchedSizes,
+    Padded,
+    cuts_to_rows,
+    padded_in_both,
+    padding_of_batch,
+)
+from piecewise_graph.compiler.other_forms import at_batch, at_numbers
 from piecewise_graph.compiler.program import Program, as_returned, in_layout, run_steps
 from piecewise_graph.context import ForwardContext, get_forward_context
 from piecewise_graph.graph_pool import capturing_elsewhere
@@ -77,8 +83,9 @@ class Batches:
         self.preparing = 0.0
         self._runtimes: dict[int, OneSize | None] = {}
         self._seen: set[int] = set()
-        # what is proved of the batch, by the tokens that it is proved for; None: of both, for all lengths
-        self._proved: dict[int | None, ShapeContract | None] = {}
+        self._both: Padded | None = None
+        self._has_tried_both = False
+        self._proved: dict[int, ShapeContract | None] = {}  # what is proved of the batch, by tokens
         self._costs: dict[tuple[int, int], PaddingCost | None] = {}  # by batch size and bucket of tokens
 
     @property
@@ -135,8 +142,15 @@ class Batches:
         return runtime
 
     def _made(self, fixed: Sizes, args: Sequence[Any], make: MakeRuntime) -> OneSize | None:
-        state = self._state
-        program = self._prepared(lambda: at_batch(self._program, fixed, args, state.config, state.compiled))
+        state, both = self._state, self._padded_in_both(args)
+
+        def program_of() -> Program | None:
+            # What `specialize` compiles is for one size. Where there is one request, code may rely on it.
+            shared = both is not None and not state.config.specialize and 1 not in fixed.values()
+            made = at_numbers(both.program, fixed) if both is not None and shared else None
+            return made or at_batch(self._program, fixed, args, state.config, state.compiled)
+
+        program = self._prepared(program_of)
         return make(program, args) if program is not None and program.token == self._symbols.tokens else None
 
     def _prepared(self, make: Callable[[], Made | None]) -> Made | None:
@@ -164,10 +178,11 @@ class Batches:
             return False
         apart = any(not step.padded for step in runtime.program.split.segments)
         both = [{batch: b, tokens: t} for b in (rows, size) for t in (count, bucket)]
-        if not (apart and bucket != count) and _holds(self._proof(None, args), both):
+        padded = self._padded_in_both(args)
+        if not (apart and bucket != count) and padded is not None and _holds(padded.of_batch, both):
             return True
         of_batch = [{batch: b} for b in (rows, size)]
-        return bucket == count and _holds(self._proof(bucket, args), of_batch)
+        return bucket == count and _holds(self._padding_at(bucket, args), of_batch)
 
     def _pays(self, runtime: OneSize, size: int, sizes: Sizes, args: Sequence[Any]) -> bool:
         """The padded batch is not slower than the call at its own sizes, as far as is known."""
@@ -187,13 +202,21 @@ class Batches:
         cost = self._costs[key]
         return cost is None or cost.pays(rows)
 
-    def _proof(self, bucket: int | None, args: Sequence[Any]) -> ShapeContract | None:
-        """For which sizes padding of both is proved harmless, or at `bucket` tokens that of the batch."""
+    def _padded_in_both(self, args: Sequence[Any]) -> Padded | None:
+        """The trace for all batches and lengths, where padding of its tokens is proved."""
+        if not self._has_tried_both:
+            self._has_tried_both, state = True, self._state
+            self._both = self._prepared(
+                lambda: padded_in_both(self._program, self._symbols, args, state.config, state.compiled)
+            )
+        return self._both
+
+    def _padding_at(self, bucket: int, args: Sequence[Any]) -> ShapeContract | None:
+        """For which batches of `bucket` tokens rows may be appended."""
         if bucket not in self._proved:
-            symbols, config = self._symbols, self._state.config
-            fixed = symbols.one_batch if bucket is None else symbols.at_tokens(bucket)
+            config = self._state.config
             self._proved[bucket] = self._prepared(
-                lambda: proof_of_padding(self._program, fixed, symbols.batch[0], args, config)
+                lambda: padding_of_batch(self._program, self._symbols, bucket, args, config)
             )
         return self._proved[bucket]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from piecewise_graph.sizes import TensorSpec
+from piecewise_graph.sizes import Sizes, TensorSpec, substitute
 from piecewise_graph.splitter.splitting_ops import TORCH_ATTENTION, SplittingOp, bind_arguments
 
 
@@ -198,16 +198,37 @@ class SplitGraph:
         return [self.inputs[index] for index in tensors if self.storages[index] in written]
 
 
-def resolve(structure: Any, replace: Callable[[Ref | Size | Opaque], Any]) -> Any:
-    """`structure` with every Ref, Size and Opaque in it replaced."""
+def with_numbers(graph: SplitGraph, sizes: Sizes) -> SplitGraph:
+    """`graph` with these symbols taken for numbers; its segments, which are given sizes, stay the same."""
+
+    def at(item: Ref | Size | Opaque) -> Ref | Size | Opaque:
+        return Size(substitute(item.expr, sizes)) if isinstance(item, Size) else item
+
+    def step_at(step: Step) -> Step:
+        if isinstance(step, SegmentStep):
+            return replace(step, inputs=resolve(step.inputs, at))
+        calls = (replace(c, args=resolve(c.args, at), kwargs=resolve(c.kwargs, at)) for c in step.calls)
+        return replace(step, calls=tuple(calls))
+
+    specs = tuple(spec and spec.with_numbers(sizes) for spec in graph.specs)
+    inputs = tuple(
+        replace(given, spec=specs[slot], symbol=None if given.symbol in sizes else given.symbol)
+        for slot, given in enumerate(graph.inputs)
+    )
+    steps, outputs = tuple(map(step_at, graph.steps)), resolve(graph.outputs, at)
+    return replace(graph, inputs=inputs, specs=specs, steps=steps, outputs=outputs)
+
+
+def resolve(structure: Any, put: Callable[[Ref | Size | Opaque], Any]) -> Any:
+    """`structure` with what `put` makes of it in the place of every Ref, Size and Opaque in it."""
     if isinstance(structure, (Ref, Size, Opaque)):
-        return replace(structure)
+        return put(structure)
     if isinstance(structure, (tuple, list)):
-        return type(structure)(resolve(item, replace) for item in structure)
+        return type(structure)(resolve(item, put) for item in structure)
     if isinstance(structure, dict):
-        return {key: resolve(value, replace) for key, value in structure.items()}
+        return {key: resolve(value, put) for key, value in structure.items()}
     if isinstance(structure, slice):
-        return slice(*(resolve(part, replace) for part in (structure.start, structure.stop, structure.step)))
+        return slice(*(resolve(part, put) for part in (structure.start, structure.stop, structure.step)))
     return structure
 
 
