@@ -71,6 +71,14 @@ class AttentionError(PiecewiseError, ValueError):
         return cls(f"{model} has no body apart from its head.", "pass a causal LM, such as LlamaForCausalLM.")
 
     @classmethod
+    def body_not_called(cls, model: str, body: str) -> AttentionError:
+        return cls(
+            f"the forward of {model} does not call its body, {body}, but a part of it. The body is what is "
+            "compiled.",
+            "load it with attn_implementation='sdpa', and call its own generate_batch.",
+        )
+
+    @classmethod
     def no_pages(cls) -> AttentionError:
         return cls(
             "the model was called without the cache of continuous batching.",
@@ -91,6 +99,14 @@ class AttentionError(PiecewiseError, ValueError):
             "the ContinuousBatchingConfig asks transformers for CUDA graphs or torch.compile, around a model "
             "that has graphs of its own.",
             "leave out use_cuda_graph, the padding intervals, the compile configs and default_compile_level.",
+        )
+
+    @classmethod
+    def two_batches(cls) -> AttentionError:
+        return cls(
+            "the ContinuousBatchingConfig asks transformers for use_async_batching, which prepares a step "
+            "on other streams while the one before is running. Graphs were not tried like that.",
+            "leave out use_async_batching, or pass False.",
         )
 
     # --- the arguments of a call ---

@@ -15,6 +15,8 @@ from transformers import (
     GenerationConfig,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
 )
 
 import piecewise_graph as pg
@@ -132,3 +134,16 @@ def test_what_is_refused(device: torch.device) -> None:
     served = pg.continuous_batching(load("piecewise", device), compiler="eager")
     with pytest.raises(AttentionError, match="graphs of its own"):
         generated(served, TEXTS, default_compile_level=1)
+    with pytest.raises(AttentionError, match="use_async_batching"):
+        generated(served, TEXTS, use_async_batching=True)
+
+
+def test_a_head_that_calls_past_its_body_is_refused_at_once() -> None:
+    pg.register_attention()
+    sizes = {"vocab_size": 32, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32}
+    config = OPTConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, attn_implementation="piecewise")
+    with pytest.raises(
+        AttentionError, match=r"OPTForCausalLM does not call its body, model\.model"
+    ) as caught:
+        pg.continuous_batching(OPTForCausalLM(config).eval())
+    assert "What to do: " in str(caught.value)

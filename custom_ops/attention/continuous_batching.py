@@ -61,7 +61,7 @@ def continuous_batching(model: PreTrainedModel, **options: Any) -> PreTrainedMod
 
     Raises:
         AttentionError: the model has another attention, layers with a sliding window, or no body apart from
-            its head.
+            its head that its forward calls.
     """
     name = model.config._attn_implementation
     if not is_ours(name):
@@ -70,16 +70,42 @@ def continuous_batching(model: PreTrainedModel, **options: Any) -> PreTrainedMod
         raise AttentionError.no_body(type(model).__name__)
     if any(kind != "full_attention" for kind in _kinds(model.config.get_text_config())):
         raise AttentionError.windowed_cache()
-    torch.compile(torch.neg, backend="eager")(torch.ones(2))  # see Note [Threads]
     served, body = copy.copy(model), copy.copy(model.base_model)
+    vars(served)["_modules"] = model._modules | {model.base_model_prefix: body}
+    if not _calls(served, body):
+        raise AttentionError.body_not_called(type(model).__name__, f"model.{model.base_model_prefix}")
+    torch.compile(torch.neg, backend="eager")(torch.ones(2))  # see Note [Threads]
     compiled = compile(model.base_model, **options)
     vars(body)["forward"] = partial(_forward, compiled)
     vars(served).update(
-        _modules=model._modules | {model.base_model_prefix: body},
         init_continuous_batching=partial(_manager, served),
         compiled_body=compiled,  # for pg.explain and pg.capture
     )
     return served
+
+
+class _Called(Exception):
+    """Says that a body was called, and ends the call."""
+
+
+@torch.no_grad()
+def _calls(model: PreTrainedModel, body: torch.nn.Module) -> bool:
+    """Whether a forward of `model` reaches the forward of `body`. Nothing of the body runs if it does."""
+
+    def reached(*_: Any, **__: Any) -> None:
+        raise _Called
+
+    vars(body)["forward"] = reached
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    try:
+        model(input_ids=ids, position_ids=ids, use_cache=False)
+    except _Called:
+        return True
+    except AttentionError:  # a part of the body was called, and its attention has no batch
+        return False
+    finally:
+        del vars(body)["forward"]
+    return False
 
 
 class _Manager(ContinuousBatchingManager):
@@ -90,6 +116,8 @@ class _Manager(ContinuousBatchingManager):
         config = self.continuous_batching_config
         if any(config.cuda_graph_booleans) or config.varlen_compile_config or config.decode_compile_config:
             raise AttentionError.compiled_twice()
+        if config.use_async_batching:
+            raise AttentionError.two_batches()
 
     def switch_to_cb_friendly_attn(self, model: Any, *_: Any) -> None:
         """Our attention is one that it may keep."""
