@@ -30,6 +30,7 @@ MODEL = str(Path(__file__).resolve().parents[1] / "benchmarks" / "models" / "byt
                 "meaningless",
             ],
         ),
+        (["serve"], ["to listen on (default: 8000)", "(default: 16)", "(default: what transformers finds"]),
         (
             ["bench", "serving"],
             ["a list (default: 1,4,16,32)", "(default: inf)", "(default: 512)", "(default: --graphs)"],
@@ -178,6 +179,8 @@ def test_a_damaged_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["demo", "--prompt", ""], "an empty prompt has no tokens"),
         (["generate", "--model", MODEL, "--prompt", ""], "an empty prompt has no tokens"),
+        (["serve", MODEL, "--port", "65536"], "pass a port from 1 to 65535"),
+        (["serve", MODEL, "--page-size", "24"], "argument --page-size: invalid choice"),
         (["explain", "--new-tokens", "4"], "unrecognized arguments: --new-tokens"),
         (["explain", "--prompt", "import"], "unrecognized arguments: --prompt"),
     ],

@@ -14,6 +14,8 @@ from piecewise_graph.eagle.head.random_models import MODEL_SHAPES
 PROMPT = "import os\nimport sys\n\n\nclass Parser:\n    def __init__(self, "
 _HELD_BY_PHASE = ("draft_decode", "verify", "extend", "overlap")  # settings of `bench serving` alone
 
+_PAGE_SIZES = tuple(2**power for power in range(2, 11))  # what both transformers and our attention take
+
 
 class Help(argparse.HelpFormatter):
     """Help that ends with the default of an option that has one."""
@@ -28,6 +30,14 @@ def _text(given: str) -> str:
     if not given:
         raise argparse.ArgumentTypeError("an empty prompt has no tokens to go on from; pass some text")
     return given
+
+
+def _port(given: str) -> int:
+    if not given.isdecimal() or int(given) > 65535:
+        raise argparse.ArgumentTypeError(
+            f"{given!r} cannot be; pass a port from 1 to 65535, or 0 for a free one"
+        )
+    return int(given)
 
 
 def demo_options(parser: Group) -> None:
@@ -52,6 +62,21 @@ def generate_options(parser: Group) -> None:
     parser.add_argument("--prompt", type=_text, default=PROMPT, help="to complete (default: some Python)")
     parser.add_argument("--max-new-tokens", type=whole(1), default=128, help="tokens to generate")
     parser.add_argument("--seed", type=whole(0), default=0, help="of sampling")
+    _compile_options(parser)
+
+
+def serve_options(parser: Group) -> None:
+    """Of `serve`."""
+    parser.add_argument("model", metavar="MODEL", help="directory or hub id of a causal LM")
+    parser.add_argument("--host", default="localhost", help="to listen on")
+    parser.add_argument("--port", type=_port, default=8000, help="to listen on")
+    parser.add_argument(
+        "--max-batch-tokens", type=whole(1), default=512, help="largest number of tokens in a step"
+    )
+    parser.add_argument("--page-size", type=int, choices=_PAGE_SIZES, default=16, help="tokens of a page")
+    parser.add_argument(
+        "--num-blocks", type=whole(1), help="pages of the cache (default: what transformers finds room for)"
+    )
     _compile_options(parser)
 
 

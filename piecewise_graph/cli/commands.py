@@ -1,4 +1,4 @@
-"""The command line: `python -m piecewise_graph demo | explain | generate | bench | doctor`."""
+"""The command line: `python -m piecewise_graph demo | explain | generate | serve | bench | doctor`."""
 
 from __future__ import annotations
 
@@ -46,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     made = add("generate", help="speculative decoding with a draft head, beside plain decoding")
     arguments.generate_options(made)
     made.set_defaults(run="generate_command.run")
+    made = add("serve", help="transformers' server, its continuous batching on graphs")
+    arguments.serve_options(made)
+    made.set_defaults(run="serve_command.run")
     kinds = add("bench", help="measure an engine under load").add_subparsers(dest="benchmark", required=True)
     made = kinds.add_parser(
         "serving", formatter_class=arguments.Help, help="throughput and latency, in this process"

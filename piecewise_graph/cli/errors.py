@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from piecewise_graph.errors import PiecewiseError
@@ -58,6 +59,26 @@ class CommandError(PiecewiseError, ValueError):
         return cls(
             f"--prompts {file} cannot be encoded: a model with random weights has no tokenizer.",
             "pass --model DIR, or --prompts random.",
+        )
+
+    @classmethod
+    def no_server(cls, missing: Sequence[str]) -> CommandError:
+        what = f"`serve` runs transformers' server, which needs {' and '.join(missing)}: not installed."
+        return cls(what, 'pip install "transformers[serving]".')
+
+    @classmethod
+    def no_hook(cls, name: str, version: str) -> CommandError:
+        return cls(
+            f"transformers {version} has no {name}, through which `serve` gives its server our attention.",
+            'install one that has it: pip install "transformers[serving]==5.23.0"; or call generate_batch of '
+            "pg.continuous_batching(model), which needs no server.",
+        )
+
+    @classmethod
+    def unused_hook(cls, name: str, version: str) -> CommandError:
+        return cls(
+            f"the server of transformers {version} does not load its model with {name}.",
+            cls.no_hook(name, version).remedy,
         )
 
 

@@ -48,18 +48,31 @@ def load_model(path: str, attention: str, dtype: str | None, device: str) -> tup
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     pg.register_attention()
-    wanted, where = "auto" if dtype is None else _dtype(dtype), _device(device)
-    is_local = Path(path).exists() or not _HUB_ID.fullmatch(path)
-    if is_local and not Path(path, "config.json").is_file():
-        raise CommandError.no_model_folder(path)
+    wanted, where = "auto" if dtype is None else named_dtype(dtype), named_device(device)
+    check_model(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=wanted)
     except Exception as error:  # of transformers, safetensors, tokenizers or the hub: each has its own
         raise CommandError.no_model(path, error) from error
-    if dtype is None and sum(p.numel() for p in model.parameters()) <= _SMALL:
-        model = model.float()
-    return tokenizer, model.to(where).eval()
+    return tokenizer, in_dtype(model, dtype).to(where).eval()
+
+
+def check_model(path: str) -> None:
+    """Raise before a model is loaded.
+
+    Raises:
+        CommandError: neither a model's folder nor a hub id.
+    """
+    is_local = Path(path).exists() or not _HUB_ID.fullmatch(path)
+    if is_local and not Path(path, "config.json").is_file():
+        raise CommandError.no_model_folder(path)
+
+
+def in_dtype(model: Any, dtype: str | None) -> Any:
+    """A loaded model; one that is small in float32, unless a dtype was asked for."""
+    small = dtype is None and sum(p.numel() for p in model.parameters()) <= _SMALL
+    return model.float() if small else model
 
 
 def default_model() -> str:
@@ -84,8 +97,8 @@ def make_served(options: argparse.Namespace, settings: Sequence[Setting]) -> Ser
     else:
         pg.register_attention()
         torch.manual_seed(options.seed)
-        shape, dtype = MODEL_SHAPES[options.random_weights], _dtype(options.dtype or "bfloat16")
-        target = random_model(shape, _device(options.device), "piecewise", dtype)
+        shape, dtype = MODEL_SHAPES[options.random_weights], named_dtype(options.dtype or "bfloat16")
+        target = random_model(shape, named_device(options.device), "piecewise", dtype)
     draft: Any = load_draft(options.draft, target) if options.draft else None
     if options.random_draft:
         draft = random_draft(target, options.random_draft)
@@ -111,14 +124,24 @@ def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
     return lambda text: tokenizer(text, add_special_tokens=False).input_ids
 
 
-def _dtype(name: str) -> torch.dtype:
+def named_dtype(name: str) -> torch.dtype:
+    """torch's floating-point type of that name.
+
+    Raises:
+        CommandError: there is none.
+    """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         raise CommandError.no_dtype(name)
     return found
 
 
-def _device(name: str) -> torch.device:
+def named_device(name: str) -> torch.device:
+    """The device of that name, tried.
+
+    Raises:
+        CommandError: it cannot be used.
+    """
     try:
         device = torch.device(name)
         torch.ones(1, device=device).item()  # the meta device has no values
