@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ __all__ = [
     "Timing",
     "alternate",
     "alternate_host",
+    "distance",
     "environment",
+    "on_own_stream",
     "read_bandwidth",
     "table",
     "without_out",
@@ -130,6 +133,21 @@ def alternate_host(
                         taken[name].append(time.perf_counter() - began)
     _wait()
     return {name: _timing(seconds) for name, seconds in taken.items()}
+
+
+@contextmanager
+def on_own_stream(grad_mode: Callable[[], Any] = torch.inference_mode) -> Iterator[None]:
+    """Off the default stream, where graphs in a row would leave the device idle between them."""
+    with (
+        grad_mode(),
+        torch.cuda.stream(torch.cuda.Stream() if torch.cuda.is_available() else None),
+    ):
+        yield
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of logits to those that were wanted, by their norm."""
+    return float((found - wanted).norm() / wanted.norm())
 
 
 def _timing(seconds: list[float]) -> Timing:

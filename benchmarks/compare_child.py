@@ -9,8 +9,7 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 import piecewise_graph as pg
-from benchmarks.common import alternate, alternate_host, read_bandwidth
+from benchmarks.common import alternate, alternate_host, distance, on_own_stream, read_bandwidth
 from benchmarks.compare_sides import OURS, SIDES, Eager, Step
 from benchmarks.llama import SHAPES
 from benchmarks.paged import PagedModel
@@ -40,16 +39,6 @@ def parse(output: str) -> list[dict[str, Any]]:
 def sizes(options: argparse.Namespace) -> list[int]:
     """The token counts, largest first: the largest is compiled for, and smaller graphs reuse its memory."""
     return sorted((int(count) for count in options.tokens.split(",")), reverse=True)
-
-
-@contextmanager
-def on_own_stream(grad_mode: Callable[[], Any] = torch.inference_mode) -> Iterator[None]:
-    """Off the default stream, where graphs in a row would leave the device idle between them."""
-    with (
-        grad_mode(),
-        torch.cuda.stream(torch.cuda.Stream() if torch.cuda.is_available() else None),
-    ):
-        yield
 
 
 @on_own_stream()
@@ -199,7 +188,8 @@ def _time_sides(tokens: int, steps: Mapping[str, Step | str], floor: float, roun
         try:
             if isinstance(step, str):
                 raise _Missing(step)
-            rows[name]["difference_to_eager"] = _difference(expected, _logits(step))
+            found = _logits(step)
+            rows[name]["difference_to_eager"] = None if expected is None else distance(found, expected)
             works[name] = step
         except _Missing as missing:
             rows[name]["error"] = str(missing)
@@ -225,10 +215,6 @@ class _Missing(Exception):
 
 def _logits(step: Callable[[], Any]) -> Tensor:
     return step().logits.float()
-
-
-def _difference(expected: Tensor | None, found: Tensor) -> float | None:
-    return None if expected is None else float((expected - found).norm() / expected.norm())
 
 
 def _wait() -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 import piecewise_graph as pg
-from benchmarks.common import alternate
 from benchmarks.llama import SHAPES, random_model
-from benchmarks.stack_setting import Measure, Row, Setting, counted, milliseconds
+from benchmarks.stack_setting import Measure, Row, Setting, in_turns, rows_of
 
 PROMPT, BLOCK = 32, 16  # tokens: of a prompt, of a page
 MAX_BATCH_TOKENS = 512
@@ -66,22 +65,14 @@ def _generated(model: Any, prompts: list[list[int]], new_tokens: int, *, theirs:
 
 
 def _measured(setting: Setting, common: Row, calls: dict[str, Any]) -> list[Row]:
-    served: dict[str, int] = {}
-    tokens: dict[str, list[list[int]]] = {}
-
-    def call(side: str) -> None:
-        with counted(served if side == "piecewise" else {}):
-            tokens[side] = calls[side]()
-
-    sides = {side: partial(call, side) for side in calls}
-    timings = alternate(sides, rounds=setting.rounds, repeat=1, warmups=1)
-    steps = served["replays"] + served["tapes"] + served["fallbacks"]
-    pairs = list(zip(tokens["piecewise"], tokens["transformers"], strict=True))
-    same = sum(ours == theirs for ours, theirs in pairs) / len(pairs)
+    turns = in_turns(calls, rounds=setting.rounds)
+    ours, theirs = turns["piecewise"], turns["transformers"]
+    steps = ours.served["replays"] + ours.served["tapes"] + ours.served["fallbacks"]
+    pairs = list(zip(ours.result, theirs.result, strict=True))
+    same = sum(own == other for own, other in pairs) / len(pairs)
     return [
-        common
-        | {"side": side, **milliseconds(timing, common["new_tokens"])}
-        | {"tokens_per_s": common["requests"] * common["new_tokens"] / timing.median}
-        | ({"replayed": served["replays"] / steps, "same_answers": same} if side == "piecewise" else {})
-        for side, timing in timings.items()
+        row
+        | {"tokens_per_s": common["requests"] / row["ms"] * 1e3}
+        | ({"same_answers": same} if row["side"] == "piecewise" else {})
+        for row in rows_of(common, turns, common["new_tokens"], steps / ours.calls)
     ]

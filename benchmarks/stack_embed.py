@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import alternate
-from benchmarks.stack_setting import Measure, Row, Setting, counted, milliseconds
+from benchmarks.stack_setting import Measure, Row, Setting, in_turns, rows_of
 
 BATCH_SIZES = [1, 2, 4, 8, 16, 32]
 ERROR_BATCHES = 8  # of which the error is taken
@@ -78,21 +77,12 @@ def _measured(
     batches: Sequence[Mapping[str, Tensor]],
     exact: Any,
 ) -> list[Row]:
-    served: dict[str, int] = {}
-
-    def passes(side: str) -> None:
-        with counted(served if side == "piecewise" else {}):
-            _pass(encoders[side], batches)
-
-    sides = {side: partial(passes, side) for side in encoders}
-    timings = alternate(sides, rounds=setting.rounds, repeat=1, warmups=0)
-    replayed = served["replays"] / (setting.rounds * len(batches))
+    sides = {side: partial(_pass, forward, batches) for side, forward in encoders.items()}
+    turns = in_turns(sides, rounds=setting.rounds, warmups=0)
     some = batches[:: max(len(batches) // ERROR_BATCHES, 1)]
     return [
-        common
-        | {"side": side, **milliseconds(timing, len(batches)), "error": _error(encoders[side], exact, some)}
-        | ({"replayed": replayed} if side == "piecewise" else {})
-        for side, timing in timings.items()
+        row | {"error": _error(encoders[row["side"]], exact, some)}
+        for row in rows_of(common, turns, len(batches), len(batches))
     ]
 
 

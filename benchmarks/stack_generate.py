@@ -7,11 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.common import alternate
 from benchmarks.llama import SHAPES, random_model
-from benchmarks.stack_setting import Measure, Row, Setting, counted, milliseconds
+from benchmarks.stack_setting import Measure, Row, Setting, first_difference, in_turns, rows_of
 
 PROMPT = 32  # tokens
 
@@ -44,27 +42,10 @@ def _ways(setting: Setting) -> dict[str, dict[str, Any]]:
 
 
 def _measured(setting: Setting, common: Row, sides: dict[str, Any]) -> list[Row]:
-    served: dict[str, int] = {}
-    tokens: dict[str, Tensor] = {}
-
-    def call(side: str) -> None:
-        with counted(served if side == "piecewise" else {}):
-            tokens[side] = sides[side]()
-
-    calls = {side: partial(call, side) for side in sides}
-    timings = alternate(calls, rounds=setting.rounds, repeat=1, warmups=1)
-    new_tokens = common["new_tokens"]
-    steps = (setting.rounds + 1) * (new_tokens - 1)  # those behind the prompt's
+    turns = in_turns(sides, rounds=setting.rounds)
+    new = {side: taken.result[:, PROMPT:] for side, taken in turns.items()}
+    steps = common["new_tokens"] - 1  # those behind the prompt's
     return [
-        common
-        | {"side": side, **milliseconds(timing, new_tokens)}
-        | {"first_other_token": _first_difference(tokens[side], tokens["eager"], PROMPT)}
-        | ({"replayed": served["replays"] / steps} if side == "piecewise" else {})
-        for side, timing in timings.items()
+        row | {"first_other_token": first_difference(new[row["side"]], new["eager"])}
+        for row in rows_of(common, turns, common["new_tokens"], steps)
     ]
-
-
-def _first_difference(found: Tensor, wanted: Tensor, prompt: int) -> int | None:
-    """The first new token that differs from eager's in any row; None where none does."""
-    different = (found != wanted).any(0).nonzero()
-    return int(different[0]) - prompt if len(different) else None

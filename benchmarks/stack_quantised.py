@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import alternate
-from benchmarks.compare_child import on_own_stream
+from benchmarks.common import distance, on_own_stream
 from benchmarks.compare_sides import SIDES, Step
 from benchmarks.llama import SHAPES
 from benchmarks.paged import PagedModel
-from benchmarks.stack_setting import Measure, Row, Setting, counted, milliseconds
+from benchmarks.stack_setting import Measure, Row, Setting, in_turns, rows_of
 
 TOKENS = (8, 1)  # requests of a decode step, one row each; the larger one is compiled for
 
@@ -59,21 +58,12 @@ def prepared(setting: Setting, shape: str, weights: str) -> Measure:
 def _measured(setting: Setting, common: Row, steps: dict[int, dict[str, Step]]) -> list[Row]:
     rows = []
     for tokens, sides in steps.items():
-        served: dict[str, int] = {}
         wanted = sides["eager"]().logits.float().clone()
-        errors = {name: _distance(step().logits.float(), wanted) for name, step in sides.items()}
-        with counted(served):
-            timings = alternate(sides, rounds=10 * setting.rounds, repeat=5)
-        ours = sum(name in ("piecewise", "full") for name in sides)
-        calls = ours * (10 * setting.rounds * 5 + 3)
-        for name, timing in timings.items():
-            row = common | {"requests": tokens, "side": name, **milliseconds(timing), "error": errors[name]}
-            replayed = {"replayed": served["replays"] / calls} if name in ("piecewise", "full") else {}
-            between = {"between_graphs": served["unpadded_segments"]} if name == "piecewise" else {}
-            rows.append(row | replayed | between)
+        errors = {side: distance(step().logits.float(), wanted) for side, step in sides.items()}
+        turns = in_turns(sides, rounds=10 * setting.rounds, repeat=5, warmups=3)
+        for row in rows_of(common | {"requests": tokens}, turns):
+            side = row["side"]
+            between = turns[side].served["unpadded_segments"]
+            more = {"between_graphs": between} if side == "piecewise" else {}
+            rows.append(row | {"error": errors[side]} | more)
     return rows
-
-
-def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Of logits to the eager model's, by their norm."""
-    return float((found - wanted).norm() / wanted.norm())
