@@ -1,4 +1,4 @@
-"""Other people's loops and weights: generate, continuous batching, embedding servers, quantised models.
+"""The loops and weights of RECIPES.md: generate, batching, embeddings, quantised weights, LoRA, own loops.
 
     python -m benchmarks.bench_stacks                                 # all parts, all shapes
     python -m benchmarks.bench_stacks --parts generate,quantised --shapes 1b
@@ -19,6 +19,15 @@ float32, by the largest element.
 quantised: a decode step with torchao's int8 and int4 weights and with float8 ones and inputs, for 1 and 8
 requests on a paged cache. Sides: eager, `torch.cuda.graph` around the compiled model, and this backend,
 frozen, with attention between its graphs and in one graph. The error is that of the logits beside eager's.
+
+lora: decode steps that alternate between two adapters of peft, r=16 on q_proj and v_proj, not merged, for 1
+and 8 requests on a paged cache. Sides: eager, `torch.compile(mode="reduce-overhead")`, and this backend:
+through Dynamo with attention between its graphs, and frozen in one graph per adapter. Only the frozen side
+needs no `set_adapter`, which is timed. The error is the largest of both adapters' logits beside eager's.
+
+loop: greedy decode steps of one request, each token read on the host, the prompt not timed. Sides: eager on
+transformers' static cache, the same step under `torch.compile(mode="reduce-overhead")` as gpt-fast does it,
+and this backend, frozen, on a paged cache with attention in one graph.
 
 Each case has a process of its own. Up to --jobs of them compile side by side, since that takes longest; then
 they measure one after the other, and the sides of a case take turns. `replayed` is the share of forwards that
@@ -42,12 +51,19 @@ from typing import Any
 
 import torch
 
-from benchmarks import stack_continuous, stack_embed, stack_generate, stack_quantised
+from benchmarks import (
+    stack_continuous,
+    stack_embed,
+    stack_generate,
+    stack_loop,
+    stack_lora,
+    stack_quantised,
+)
 from benchmarks.common import RESULTS, table, without_out, write
 from benchmarks.stack_report import KEYS, marks_of, matrix
 from benchmarks.stack_setting import Measure, Row, Setting
 
-PARTS = ("generate", "continuous", "quantised", "embed")
+PARTS = ("generate", "continuous", "quantised", "embed", "lora", "loop")
 
 
 @dataclass(frozen=True)
@@ -82,6 +98,14 @@ def cases_of(options: argparse.Namespace) -> Iterator[Case]:
             yield Case(
                 {"part": "embed", "shape": shape}, partial(stack_embed.prepared, shape=shape, **limits)
             )
+    if "lora" in parts:
+        for shape, requests in itertools.product(options.lora_shapes.split(","), counts):
+            row = {"part": "lora", "shape": shape, "requests": requests}
+            yield Case(row, partial(stack_lora.prepared, shape=shape, requests=requests))
+    if "loop" in parts:
+        for shape in shapes:
+            call = partial(stack_loop.prepared, shape=shape, new_tokens=options.new_tokens)
+            yield Case({"part": "loop", "shape": shape, "requests": 1}, call)
 
 
 def _in_process(case: Case, setting: Setting, parent: Connection) -> None:
@@ -140,10 +164,11 @@ def main(arguments: list[str] | None = None) -> int:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--shapes", default="1b,8b" if on_gpu else "tiny", help="of generate and quantised")
+    parser.add_argument("--shapes", default="1b,8b" if on_gpu else "tiny", help="of all but embed and lora")
+    parser.add_argument("--lora-shapes", default="1b" if on_gpu else "tiny")
     parser.add_argument("--encoders", default="bert-base,modernbert-base" if on_gpu else "bert-tiny")
     parser.add_argument("--weights", default="int8,int4,float8" if on_gpu else "int8", help="of quantised")
-    parser.add_argument("--requests", default="1,8", help="of generate")
+    parser.add_argument("--requests", default="1,8", help="of generate and lora")
     parser.add_argument("--users", type=int, default=16, help="requests of continuous batching")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batches", type=int, default=500)

@@ -14,6 +14,8 @@ LIMITS = {  # of what is not replayed, and of the time over that of another side
     "continuous": (0.05, {"piecewise": ("transformers", 1.0)}),
     "embed": (0.05, {"piecewise": ("dynamic", 1.0)}),
     "quantised": (0.0, {"full": ("raw", 1.05), "piecewise": ("raw", 1.10)}),
+    "lora": (0.0, {"full": ("reduce-overhead", 1.0), "piecewise": ("reduce-overhead", 1.0)}),
+    "loop": (0.02, {"full": ("reduce-overhead", 1.0)}),
 }
 NAMES = {"int8": "int8 weights", "int4": "int4 weights", "float8": "float8"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import stack_continuous, stack_generate, stack_quantised
+from benchmarks import stack_continuous, stack_generate, stack_lora, stack_quantised
 from benchmarks.stack_report import marks_of, matrix
 from benchmarks.stack_setting import Setting
 
@@ -85,6 +85,36 @@ def test_sides_of_quantised_weights() -> None:
     ]
     assert all(row["error"] < 1e-2 for row in rows)  # in bfloat16
     assert [row["between_graphs"] for row in rows if row["side"] == "piecewise"] == [0, 0]
+
+
+def test_stacks_of_a_loop(tmp_path: Path) -> None:
+    benchmark, out = importlib.import_module("benchmarks.bench_stacks"), tmp_path / "out.json"
+    given = ["--compiler", "eager", "--rounds", "2", "--new-tokens", "8", "--requests", "2", "--jobs", "2"]
+    given += ["--parts", "lora,loop", "--lora-shapes", "none such"]
+    assert benchmark.main([*given, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    failed, eager, ours = found["rows"]
+    assert failed == {"part": "lora", "shape": "none such", "requests": 2, "error": "KeyError: 'none such'"}
+    assert (eager["side"], ours["side"], ours["replayed"]) == ("eager", "full", 1.0)
+    assert ours["requests"] == 1 and ours["first_other_token"] is None  # in float32
+    told = {mark["name"]: mark["met"] for mark in found["marks"]}
+    assert told["loop tiny 1: full, share not replayed"]
+
+
+def test_sides_of_adapters() -> None:
+    rows = stack_lora.prepared(SMALL, "tiny", requests=2)()
+    assert [(row["side"], row.get("replayed")) for row in rows] == [
+        ("eager", None),
+        ("piecewise", 1.0),
+        ("full", 1.0),
+    ]
+    assert all(row["requests"] == 2 and row["error"] < 1e-2 for row in rows)  # in bfloat16
+    assert [mark.name for mark in marks_of(rows) if mark.value <= mark.limit] == [
+        "cases that failed",
+        "lora tiny 2: full, share not replayed",
+        "lora tiny 2: piecewise, share not replayed",
+    ]
+    assert "| lora tiny, 2 requests, full | 100.0% |" in matrix(rows)
 
 
 @pytest.mark.parametrize("name", ["bench_stacks", "bench_stacks_more"])
