@@ -22,8 +22,16 @@ Signature = tuple[Any, ...]
 
 
 def is_of_transformers(model: Any) -> bool:
-    """Its models do the same with one token (Note [One trace] in frontend/compile.py)."""
+    """Its models do the same with one token (Note [One trace] in frontend/compile.py). So do adapters."""
+    if type(model).__module__.startswith("peft.") and _only_adapts_layers(model):
+        model = model.get_base_model()
     return type(model).__module__.startswith("transformers.")
+
+
+def _only_adapts_layers(model: Any) -> bool:
+    """Prompt learning adds tokens to the input, other adapters add to what a layer returns."""
+    configs = getattr(model, "peft_config", {}).values()
+    return bool(configs) and not any(config.is_prompt_learning for config in configs)
 
 
 def signature(gm: GraphModule) -> Signature:
