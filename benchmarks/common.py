@@ -85,18 +85,28 @@ class Timing:
 
 
 def alternate(
-    sides: Mapping[str, Callable[[], Any]], *, rounds: int, repeat: int, warmups: int = 3
+    sides: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    repeat: int,
+    warmups: int = 3,
+    rounds_of: Mapping[str, int] | None = None,
 ) -> dict[str, Timing]:
     """Wall time per call of each side, the sides taking turns in one process.
 
     The device is idle when a turn begins and when it ends, so host and device time both count.
+
+    Args:
+        rounds_of: side -> how many it has, where it takes part in the first ones only.
     """
     for call in sides.values():
         for _ in range(warmups):
             call()
     taken: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
+    for turn in range(rounds):
         for name, call in sides.items():
+            if rounds_of and turn >= rounds_of[name]:
+                continue
             _wait()
             began = time.perf_counter()
             for _ in range(repeat):

@@ -37,6 +37,8 @@ def prepared(setting: Setting, shape: str, weights: str) -> Measure:
     torch._dynamo.config.recompile_limit = 64  # the sides share the module's code, and so the count
     paged = PagedModel(SHAPES[shape], TOKENS)
     quantize_(paged.model, config_of(weights))
+    if setting.device.type == "cuda":
+        torch.cuda.empty_cache()  # where the weights lay before: other cases are on the device
     names = [
         name
         for name in ("eager", "raw", "piecewise", "full")

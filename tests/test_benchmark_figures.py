@@ -51,7 +51,7 @@ def test_stacks(tmp_path: Path) -> None:
     given += ["--jobs", "2", "--parts", "embed,quantised", "--weights", "none such"]
     assert benchmark.main([*given, "--out", str(out)]) == 0
     found = json.loads(out.read_text())
-    failed, *embedded = found["rows"]
+    *embedded, failed = found["rows"]
     (ours,) = [row for row in embedded if row["side"] == "piecewise"]
     assert (ours["shape"], ours["replayed"]) == ("bert-tiny", 1.0) and ours["error"] < 1e-5
     assert failed == {"part": "quantised", "shape": "tiny", "weights": "none such"} | {
