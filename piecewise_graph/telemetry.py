@@ -25,6 +25,7 @@ NAMES = {
     "cache_unsaved": "structures compiled and not written; per reason as 'cache_unsaved:REASON'",
     "specialized": "structures compiled for the exact size of a bucket (structures x sizes)",
     "not_specialized": "of these, what failed or disagreed and is not used; pg.explain says why",
+    "rehearsals": "forwards run uncaptured before a capture, to prove and warm what it needs",
     "tapes": "buckets captured",
     "failed_captures": "buckets whose capture failed; pg.explain says why",
     "captures": "graphs captured (segments x buckets; on a CPU their stand-ins)",

@@ -174,6 +174,16 @@ def test_caches_that_come_and_go_leave_nothing_behind(device: torch.device) -> N
     assert watchers() == before
 
 
+def test_a_second_cache_of_fixed_sizes_needs_no_rehearsal(device: torch.device) -> None:
+    model = Decoder().to(device)
+    fast = torch.compile(model, backend="piecewise", dynamic=False, options={"compiler": "eager"})
+    for rehearsals in (1, 0, 0):
+        mine, theirs = static_cache(device), static_cache(device)
+        with pg.counters.expect(rehearsals=rehearsals, tapes=1, replays=2, fallbacks=0):
+            check(fast, model, (4, 4, 4), mine, theirs)
+        same(mine, theirs)
+
+
 def watchers() -> int:
     gc.collect()
     return len(weakref.finalize._registry)  # type: ignore[attr-defined]

@@ -8,8 +8,9 @@ forward. Splitting ops run exactly once in it, so that a KV cache is not written
 rehearsal are the answer of the call.
 
 Once that is done for one bucket of a trace, others are captured at once, and the call is answered by the
-first replay. What is new in them is loaded in the capture (cuBLAS has kernels for each size); where a capture
-does not bear that, it fails, and the bucket is rehearsed and captured again.
+first replay. So are the graphs of a second static KV cache, of which a trace of fixed sizes has its own. What
+is new in them is loaded in the capture (cuBLAS has kernels for each size); where a capture does not bear
+that, it fails, and the bucket is rehearsed and captured again.
 
 Note [The padded forward]
 A batch prepared for full graphs describes all rows of the bucket, padding included. Its ops therefore always
@@ -39,6 +40,7 @@ from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.sizes import overwrite
 from piecewise_graph.splitter.split_graph import Opaque, OpCall, Ref, SegmentStep, Size
 from piecewise_graph.splitter.splitting_ops import bind_arguments, written_arguments
+from piecewise_graph.telemetry import counters
 
 # A larger argument (a whole KV cache) is not cloned to see whether an op wrote it.
 _WATCHED_BYTES = 256 * 2**20
@@ -62,11 +64,13 @@ class Rehearsal:
 
 
 def is_rehearsed(workspace: Workspace, bucket: int) -> bool:
-    """The code of every segment that a graph of `bucket` would hold has run and was tried."""
+    """Once a forward was rehearsed: all code that a graph of `bucket` would hold has run and was tried."""
     program = workspace.program
+    if program.token is None:
+        return True  # there is one size, and no padding
     computing = [step for step in program.split.segments if program.compiled[step.index].facts.computes]
     keys = [trial_key(program, step, bucket) for step in computing if step.padded]
-    return program.token is not None and all(key is not None and key in workspace.proofs for key in keys)
+    return all(key is not None and key in workspace.proofs for key in keys)
 
 
 class _CannotPad(Exception):
@@ -86,6 +90,7 @@ def rehearse(
     Raises:
         SplittingOpError: an op broke its schema's or its fake's promise.
     """
+    counters.add("rehearsals")
     samples = _Samples(workspace.program, wanted=watch_ops)
     at_bucket = run_padded(workspace, args, num_tokens, bucket, samples) if padded else None
     if at_bucket is not None:

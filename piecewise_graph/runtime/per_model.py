@@ -27,9 +27,10 @@ from piecewise_graph import _torch
 from piecewise_graph.compiler.other_forms import with_activations
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.runtime.bound_addresses import Replaced
-from piecewise_graph.runtime.model_state import FindState
+from piecewise_graph.runtime.model_state import FindState, ModelState
 from piecewise_graph.runtime.runtime import Runtime
 from piecewise_graph.runtime.unsplit import UnsplitRuntime
+from piecewise_graph.runtime.without_graphs import Rehearsals
 
 Bound = Sequence[tuple[int, Tensor]]
 Objects = Mapping[int, Any]
@@ -227,11 +228,13 @@ class _SplitRuntimes(_Runtimes):
         self._program = program
         self._stood: dict[Key, dict[int, weakref.ref[Tensor]]] = {}  # buffers and attributes of a model
         self._changes: Counter[tuple[Key, int]] = Counter()
+        self._rehearsals: weakref.WeakKeyDictionary[ModelState, Rehearsals] = weakref.WeakKeyDictionary()
         bound = program.bound_arguments(example_inputs)
         super().__init__(find_state, bound, weights, program.split.opaque)
 
     def _make(self, state: Any, bound: Bound, objects: Objects) -> Runtime:
-        return Runtime(self._program, state, self._program.static_tokens, bound, objects)
+        rehearsals = self._rehearsals.setdefault(state, Rehearsals())
+        return Runtime(self._program, state, self._program.static_tokens, bound, objects, rehearsals)
 
     def _add(self, args: Sequence[Any]) -> AnyRuntime:
         key = self._key(args)
@@ -243,6 +246,7 @@ class _SplitRuntimes(_Runtimes):
         often = {index for index in values if self._changes[key, index] >= _OFTEN}
         if often and self._telling:
             self._program = with_activations(self._program, often)
+            self._rehearsals.clear()
             self._indices = [index for index in self._indices if index not in often]
             _end(runtime for runtimes in self._all.values() for runtime in runtimes)
             self._all.clear()

@@ -34,7 +34,7 @@ from piecewise_graph.runtime.replay import Replay
 from piecewise_graph.runtime.several_sizes import SeveralSizes
 from piecewise_graph.runtime.side_channel import Purpose, undoes_writes, undoing_writes
 from piecewise_graph.runtime.tapes import TapeSet
-from piecewise_graph.runtime.without_graphs import WithoutGraphs
+from piecewise_graph.runtime.without_graphs import Rehearsals, WithoutGraphs
 from piecewise_graph.sizes import Sizes, kept
 from piecewise_graph.telemetry import count_fallback, counters
 
@@ -53,6 +53,7 @@ class Runtime:
         static_tokens: token count of a trace of fixed shapes; None where a size is dynamic.
         bound: the tensors that graphs read by address, with their argument indices.
         objects: opaque arguments by index, the same in every call.
+        rehearsals: of the program, where another runtime of it may have had one.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Runtime:
         static_tokens: int | None,
         bound: Sequence[tuple[int, Tensor]],
         objects: Mapping[int, Any],
+        rehearsals: Rehearsals | None = None,
     ) -> None:
         self.program, self.state, self.objects = program, state, objects
         self._whole = program  # with nothing cut out of it by captures that failed
@@ -79,12 +81,15 @@ class Runtime:
         weights = tuple(id(tensor) for index, tensor in bound if index not in program.static_writes)
         self.several = SeveralSizes.of(program, state, self.addresses, hash(weights))
         self._not_full = FULL.unsupported(program)
-        self._piecewise, self._full, self._workspace, self._without_graphs = self._nothing_captured()
+        started = self._nothing_captured(rehearsals or Rehearsals())
+        self._piecewise, self._full, self._workspace, self._without_graphs = started
         state.add(self)
 
-    def _nothing_captured(self) -> tuple[TapeSet, dict[Hashable, TapeSet], Workspace, WithoutGraphs]:
+    def _nothing_captured(
+        self, rehearsals: Rehearsals
+    ) -> tuple[TapeSet, dict[Hashable, TapeSet], Workspace, WithoutGraphs]:
         workspace = Workspace.empty(self.program, self.pool, self.state.proofs, max(self.sizes))
-        uncaptured = WithoutGraphs(workspace, self.sizes, self.invalid, self._not_full)
+        uncaptured = WithoutGraphs(workspace, self.sizes, self.invalid, self._not_full, rehearsals)
         return TapeSet(PIECEWISE), {}, workspace, uncaptured
 
     @property
@@ -175,7 +180,8 @@ class Runtime:
 
     def _begin_again(self, program: Program) -> None:
         self.program = program
-        self._piecewise, self._full, self._workspace, self._without_graphs = self._nothing_captured()
+        started = self._nothing_captured(Rehearsals())
+        self._piecewise, self._full, self._workspace, self._without_graphs = started
         self.addresses.forget()
         self.generation += 1
 
@@ -276,10 +282,10 @@ class Runtime:
             context,
             padded=self._without_graphs.pads(num_tokens, bucket, context),
             watch_ops=not self._piecewise.buckets,
-            rehearsed=self._without_graphs.rehearsed,
+            rehearsed=self._without_graphs.rehearsals.done,
             planned=planned_bytes(state, self, bucket) if decision.mode is PIECEWISE else None,
         )
-        self._without_graphs.rehearsed = True
+        self._without_graphs.rehearsals.done = True
         if outcome.uncapturable and self._cut_out(outcome.uncapturable, args):
             if self.program.has_effects:
                 return outcome.outputs  # which a second forward would have twice; the next call captures

@@ -14,6 +14,16 @@ from piecewise_graph.runtime.dispatch import bucket_of
 from piecewise_graph.sizes import Sizes
 
 
+class Rehearsals:
+    """Of one program: it has one runtime per static KV cache, and what one has shown holds for the next.
+
+    Attributes:
+        done: a forward has shown what captures rely on (Note [Rehearsal] in recorder/rehearse.py).
+    """
+
+    done = False
+
+
 class WithoutGraphs:
     """Runs forwards of one trace without graphs.
 
@@ -21,17 +31,20 @@ class WithoutGraphs:
         buckets: ascending.
         invalid: those that the trace is not valid for.
         not_full: why no forward of the trace can be one graph, or None.
-
-    Attributes:
-        rehearsed: a forward has shown what captures rely on (Note [Rehearsal] in recorder/rehearse.py).
+        rehearsals: of the workspace's program.
     """
 
     def __init__(
-        self, workspace: Workspace, buckets: Sequence[int], invalid: frozenset[int], not_full: str | None
+        self,
+        workspace: Workspace,
+        buckets: Sequence[int],
+        invalid: frozenset[int],
+        not_full: str | None,
+        rehearsals: Rehearsals,
     ) -> None:
         self._workspace, self._program = workspace, workspace.program
         self._buckets, self._invalid, self._not_full = buckets, invalid, not_full
-        self.rehearsed = False
+        self.rehearsals = rehearsals
 
     def run(
         self, args: Sequence[Any], sizes: Sizes, num_tokens: int, reason: str, context: ForwardContext
@@ -54,7 +67,7 @@ class WithoutGraphs:
             padded = run_padded(workspace, laid_out, num_tokens, bucket)
             if padded is not None:
                 return live_rows(workspace, padded, laid_out, num_tokens)
-        if bucket is not None and reason == "not_captured" and not self.rehearsed:
+        if bucket is not None and reason == "not_captured" and not self.rehearsals.done:
             return self._rehearsal(laid_out, num_tokens, bucket)
         outputs = run_steps(program, laid_out, sizes)
         write_back(program, args, laid_out)
@@ -63,7 +76,7 @@ class WithoutGraphs:
     def _rehearsal(self, laid_out: Sequence[Any], num_tokens: int, bucket: int) -> list[Any]:
         """The first forward of a trace that pg.capture will capture: the capture need not run one."""
         found = rehearse(self._workspace, laid_out, num_tokens, bucket, padded=False, watch_ops=True)
-        self.rehearsed = True
+        self.rehearsals.done = True
         return found.outputs
 
     def pads(self, num_tokens: int, bucket: int, context: ForwardContext) -> bool:
