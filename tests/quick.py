@@ -17,6 +17,7 @@ QUICK = {
     "piecewise_graph.runtime": ("test_dispatch", "test_runtime"),
     "piecewise_graph.frontend": ("test_capture", "test_freeze"),
     "piecewise_graph.inspection": ("test_report", "test_bisect"),
+    "piecewise_graph.integrations": ("test_vllm_plugin",),
     "piecewise_graph.kernels": ("test_copies",),
     "piecewise_graph.kernels.linear": ("test_linear",),
     "piecewise_graph.custom_ops": ("test_kv_cache",),

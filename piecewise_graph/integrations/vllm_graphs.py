@@ -1,0 +1,316 @@
+"""The graphs of vLLM's models: compiled, captured when vLLM captures its own, and replayed in their place.
+
+Note [Calls]
+vLLM's runner calls a module; torch sends the call to its compiled-call slot, where a `ServedModel` stands.
+The profile run, warm-ups and mixed batches come with mode NONE and their live length: they are replayed
+piecewise, or run compiled. Decode batches come with mode FULL, padded by vLLM, with a batch descriptor: they
+are one graph each, and the descriptor is its key.
+
+Note [When graphs are captured]
+Only in vLLM's `capture_model`, so never while memory is profiled. Piecewise graphs first: what they hold has
+nothing to do with KV caches, because attention runs between them. So they are captured without attention
+metadata, as vLLM captures its own: attention then fills its output with zeros, and no KV is written. Then
+vLLM calls the model once per decode batch in mode FULL, with metadata in the buffers that it will use again.
+What the kernels read from there (addresses, the number of requests) is part of the graph, so a full graph is
+never captured while serving. A later batch whose buffers lie elsewhere is replayed piecewise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import piecewise_graph as pg
+from piecewise_graph.errors import CaptureError, FreezeError, NotCompiledError
+from piecewise_graph.integrations.errors import IntegrationError
+from piecewise_graph.integrations.vllm import required
+
+log = logging.getLogger("vllm.piecewise_graph")
+
+# Arguments of vLLM's models, with the dimension that counts tokens.
+_TOKEN_DIM = {"input_ids": 0, "positions": -1, "inputs_embeds": 0, "hidden_states": 0}
+# Tensors of attention metadata that captured kernels read; not every backend has all of them.
+_METADATA = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+# Ops that write the KV cache or its scales, and stand in no list of vLLM's.
+_KV_UPDATES = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
+_HOST_BOUND = ("vllm::maybe_calc_kv_scales",)
+
+Inputs = Mapping[str, Any]
+Places = tuple[tuple[int, ...], ...]
+
+
+def register_splitting_ops(compilation: Any) -> None:
+    """Cut at vLLM's attention ops and at those that write KV.
+
+    They bear padded rows: vLLM itself calls them between its graphs on padded tensors, with metadata of the
+    live batch, and captures all but the last ones in full graphs.
+
+    Raises:
+        IntegrationError: vLLM has no list of them.
+    """
+    for name in (*required(compilation, "_attention_ops", "CompilationConfig"), *_KV_UPDATES):
+        pg.register_splitting_op(name, capturable=True)
+    for name in _HOST_BOUND:
+        pg.register_splitting_op(name)
+
+
+def graph_sizes(sizes: Sequence[int], rows: int) -> list[int]:
+    """vLLM's capture sizes, and the multiples of `rows`, tokens of one decode step, that it makes of them."""
+    largest = max(sizes, default=0)
+    rounded = {-(-size // rows) * rows for size in sizes}
+    return sorted({*sizes, *(size for size in rounded if size <= largest)})
+
+
+class ServedModel:
+    """What the compiled-call slot of one of vLLM's modules holds.
+
+    Args:
+        module: the model; called as a module, it comes here.
+        part: what logs and errors call it.
+        sizes: token counts to capture, ascending; none = no graphs.
+
+    Attributes:
+        captures_full: a call in mode FULL is captured, because vLLM is capturing.
+    """
+
+    def __init__(self, module: nn.Module, part: str, sizes: Sequence[int]) -> None:
+        self.part, self.sizes = part, tuple(sizes)
+        self.captures_full = False
+        self._forward = module.forward  # `module(...)` would come back here
+        self._context: Callable[[], Any] = import_module("vllm.forward_context").get_forward_context
+        self._full_mode = required(
+            import_module("vllm.config.compilation"), "CUDAGraphMode.FULL", "vllm.config.compilation"
+        )
+        self._compiled: Any = None
+        self._example: dict[str, Any] = {}
+        self._frozen: Callable[..., Any] | None = None
+        self._places: dict[Hashable, Places] = {}
+        self._told: set[str] = set()
+
+    def __call__(self, **inputs: Any) -> Any:
+        compiled = self._compiled if self._compiled is not None else self._compile(inputs)
+        fields = self._full_graph(self._context())
+        if fields and self.captures_full:
+            self._capture_full(inputs, fields)
+        with pg.forward_context(**fields):
+            if self._frozen is not None:
+                try:
+                    return self._frozen(**inputs)
+                except FreezeError as error:  # raised before anything ran
+                    self._tell(f"{self.part} model: calls go through Dynamo's guards where {error.what}")
+            return compiled(**inputs)
+
+    def _compile(self, inputs: Inputs) -> Any:
+        """At the first call, which is vLLM's profile run: it shows which arguments there are."""
+        options: dict[str, Any] = {"cuda_graphs": "off"}
+        if self.sizes:
+            options = {"capture_sizes": self.sizes, "max_tokens": max(self.sizes), "capture": "explicit"}
+        dims = {name: dim for name, dim in _TOKEN_DIM.items() if isinstance(inputs.get(name), Tensor)}
+        # As in vLLM's own graphs, outputs are valid until the next forward: it is done with them by then.
+        self._compiled = pg.compile(self._forward, token_dim=dims, outputs="static", **options)
+        self._example = dict(inputs)
+        return self._compiled
+
+    def _full_graph(self, context: Any) -> dict[str, Any]:
+        """What pg.forward_context is given: nothing, or that the call is to be one graph."""
+        if context.cudagraph_runtime_mode is not self._full_mode:
+            return {}
+        key, places = context.batch_descriptor, metadata_places(context)
+        if self.captures_full:
+            self._places[key] = places
+        elif self._places.get(key) != places:
+            self._tell(
+                f"{self.part} model: {key} is not replayed as one graph, because none was captured or its "
+                "attention metadata lies elsewhere now; it is replayed piecewise"
+            )
+            return {}
+        return {"full_graph": True, "graph_key": key}
+
+    def _capture_full(self, inputs: Inputs, fields: Mapping[str, Any]) -> None:
+        size = self._count(inputs)
+        if size in self.sizes:
+            self._capture([size], lambda _: dict(inputs), lambda _: fields, progress=False)
+
+    def capture_pieces(self) -> int:
+        """Capture the piecewise graphs of all sizes, largest first; the bytes that they took."""
+        sizes = [size for size in self.sizes if size <= self._largest()]
+        if not sizes:
+            return 0
+        report = self._capture(sizes, self._inputs, None, progress=True)
+        return report.pool_bytes + report.buffer_bytes if report is not None else 0
+
+    def _capture(self, sizes: list[int], make_inputs: Any, context: Any, progress: bool) -> Any:
+        """A size that cannot be captured costs itself: its calls run compiled, and are counted."""
+        try:
+            report = pg.capture(self._compiled, make_inputs, sizes=sizes, context=context, progress=progress)
+        except CaptureError as error:
+            log.warning("%s model, %s tokens: not captured: %s", self.part, sizes, error)
+            return None
+        for size, why in report.failed.items():
+            log.warning("%s model, %d tokens: not captured: %s", self.part, size, why)
+        return report
+
+    def planned_bytes(self) -> int:
+        """What piecewise graphs of all sizes will take.
+
+        Raises:
+            IntegrationError: the model was never called.
+        """
+        if not self.sizes:
+            return 0
+        if self._compiled is None:
+            raise IntegrationError.never_called(self.part)
+        try:
+            plan = pg.plan(self._compiled)
+        except NotCompiledError as error:
+            raise IntegrationError.never_called(self.part) from error
+        return plan.pool_bytes + plan.buffer_bytes
+
+    def freeze(self) -> None:
+        """From now on, call without Dynamo and its guards, where that is possible."""
+        if self._largest():
+            try:
+                self._frozen = pg.freeze(self._compiled, **self._inputs(self._largest()))
+            except FreezeError as error:
+                log.warning("%s model: each call pays for Dynamo's guards: %s", self.part, error)
+
+    def forget(self) -> None:
+        """Its graphs were dropped; calls go through Dynamo until the next capture."""
+        self._frozen = None
+        self._places.clear()
+
+    def report(self) -> str:
+        """What became of the model, in a few lines."""
+        return pg.explain(self._compiled).summary() if self._compiled is not None else "never called"
+
+    def _inputs(self, size: int) -> dict[str, Any]:
+        """Inputs of `size` tokens, in the buffers that vLLM uses."""
+        cut = {name: self._example[name] for name in _TOKEN_DIM if self._example.get(name) is not None}
+        narrow = {name: value.narrow(_TOKEN_DIM[name], 0, size) for name, value in cut.items()}
+        return self._example | narrow
+
+    def _largest(self) -> int:
+        """The largest size that vLLM's buffers hold; 0 = none, or the model was never called."""
+        most = self._count(self._example) if self._example else 0
+        return max((size for size in self.sizes if size <= most), default=0)
+
+    def _count(self, inputs: Inputs) -> int:
+        leader = next(name for name in _TOKEN_DIM if inputs.get(name) is not None)
+        return int(inputs[leader].shape[_TOKEN_DIM[leader]])
+
+    def _tell(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            log.warning("%s", what)
+
+
+def metadata_places(context: Any) -> Places:
+    """Where the tensors lie that kernels of a full graph read from vLLM's context, and their shapes."""
+    metadata = context.attn_metadata if isinstance(context.attn_metadata, dict) else {}
+    distinct = {id(each): each for each in metadata.values()}.values()  # layers of a group share theirs
+    slots = {id(each): each for each in context.slot_mapping.values()}.values()
+    tensors = [*(getattr(each, name, None) for each in distinct for name in _METADATA), *slots]
+    return tuple((each.data_ptr(), *each.shape) for each in tensors if isinstance(each, Tensor))
+
+
+class RunnerGraphs:
+    """The graphs of one model runner: those of its model, and of its draft model.
+
+    Args:
+        runner: vLLM's; two of its methods are exchanged, on this object alone.
+
+    Raises:
+        IntegrationError: it does not have them.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.models: list[ServedModel] = []
+        self.captured = False
+        required(runner, "profile_cudagraph_memory", "GPUModelRunner")
+        self._capture_model = required(runner, "capture_model", "GPUModelRunner")
+        self._set_context = required(
+            import_module("vllm.forward_context"), "set_forward_context", "vllm.forward_context"
+        )
+        runner.profile_cudagraph_memory = self.planned_bytes
+        runner.capture_model = self.capture
+
+    def serve(self) -> None:
+        """Take the calls of the models that the runner has loaded.
+
+        Raises:
+            IntegrationError: vLLM lacks what that needs.
+        """
+        runner = self.runner
+        compilation = required(runner, "compilation_config", "GPUModelRunner")
+        register_splitting_ops(compilation)
+        given = required(compilation, "cudagraph_capture_sizes", "CompilationConfig") or []
+        sizes = graph_sizes(given, required(runner, "uniform_decode_query_len", "GPUModelRunner"))
+        self.models = [ServedModel(required(runner, "model", "GPUModelRunner"), "target", sizes)]
+        _send_calls(runner.model, self.models[0])
+        speculative = getattr(runner, "speculative_config", None)
+        if speculative is None:
+            return
+        if required(speculative, "use_eagle", "SpeculativeConfig")():
+            draft = required(runner, "drafter.model", "GPUModelRunner")
+            self.models.append(ServedModel(draft, "draft", sizes))
+            _send_calls(draft, self.models[1])
+        else:
+            log.warning("drafts are made without graphs: a drafter of this kind is not compiled")
+
+    def planned_bytes(self) -> int:
+        """In place of `profile_cudagraph_memory`: no KV cache and no capture is needed to tell.
+
+        Full graphs share the memory of piecewise ones; what the driver needs per graph is not counted.
+        """
+        planned = sum(model.planned_bytes() for model in self.models)
+        log.info("planned memory of graphs: %.1f MiB", planned / 2**20)
+        return planned
+
+    def capture(self) -> int:
+        """In place of `capture_model`: piecewise graphs, then vLLM's own round, which asks for full ones."""
+        with self._without_metadata():
+            taken = sum(model.capture_pieces() for model in self.models)
+        with self._capturing_full():
+            taken += self._capture_model()
+        with self._without_metadata():
+            for model in self.models:
+                model.freeze()
+        self.captured = True
+        for model in self.models:
+            for line in model.report().splitlines():
+                log.info("%s model: %s", model.part, line)
+        return taken
+
+    def drop(self) -> None:
+        """Drop all graphs: what they read is about to go, or to be replaced."""
+        pg.reset()
+        for model in self.models:
+            model.forget()
+
+    @contextmanager
+    def _without_metadata(self) -> Iterator[None]:
+        with torch.inference_mode(), self._set_context(None, self.runner.vllm_config):
+            yield
+
+    @contextmanager
+    def _capturing_full(self) -> Iterator[None]:
+        for model in self.models:
+            model.captures_full = True
+        try:
+            yield
+        finally:
+            for model in self.models:
+                model.captures_full = False
+
+
+def _send_calls(module: nn.Module, served: ServedModel) -> None:
+    """Where vLLM has put its torch.compile of the module, which was not called yet."""
+    required(module, "_compiled_call_impl", "torch.nn.Module")
+    module._compiled_call_impl = served

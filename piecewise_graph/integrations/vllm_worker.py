@@ -1,0 +1,91 @@
+"""vLLM's worker for GPUs, with graphs of this backend; vLLM imports it by name, in the worker's process."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from importlib import import_module
+from typing import Any
+
+from piecewise_graph.integrations.errors import IntegrationError
+from piecewise_graph.integrations.vllm import WORKER, required, version
+from piecewise_graph.integrations.vllm_graphs import RunnerGraphs
+
+try:
+    from vllm.v1.worker.gpu_worker import Worker
+except ImportError as error:
+    raise IntegrationError.hook_missing(WORKER, "vLLM", version()) from error
+
+_METHODS = (
+    "init_device",
+    "load_model",
+    "initialize_from_config",
+    "sleep",
+    "wake_up",
+    "reload_weights",
+    "start_weight_update",
+    "finish_weight_update",
+)
+_CONTEXT = ("attn_metadata", "batch_descriptor", "cudagraph_runtime_mode", "slot_mapping")
+_ASLEEP = frozenset({"weights", "kv_cache"})
+
+
+def check_hooks() -> None:
+    """Refuse a vLLM that does not have what this class overrides or reads.
+
+    Raises:
+        IntegrationError: with the name of the first thing that is missing.
+    """
+    for name in _METHODS:
+        required(Worker, name, WORKER)
+    context = required(import_module("vllm.forward_context"), "ForwardContext", "vllm.forward_context")
+    names = {field.name for field in fields(context)}
+    for name in _CONTEXT:
+        if name not in names:
+            raise IntegrationError.hook_missing(f"ForwardContext.{name}", "vLLM", version())
+
+
+class PiecewiseWorker(Worker):
+    """Captures and replays; graphs go whenever the KV cache, the weights or their memory go."""
+
+    _graphs: RunnerGraphs
+    _asleep: frozenset[str] = frozenset()
+
+    def init_device(self) -> None:
+        check_hooks()
+        super().init_device()
+        self._graphs = RunnerGraphs(self.model_runner)
+
+    def load_model(self, **options: Any) -> None:
+        super().load_model(**options)
+        self._graphs.serve()
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        self._graphs.drop()  # full graphs hold the KV cache that was there
+        super().initialize_from_config(kv_cache_config)
+
+    def sleep(self, level: int = 1) -> None:
+        self._graphs.drop()
+        super().sleep(level)
+        self._asleep = _ASLEEP
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)
+        self._asleep = self._asleep.difference(_ASLEEP if tags is None else tags)
+        self._capture_again()
+
+    def reload_weights(self, *args: Any, **options: Any) -> None:
+        self._graphs.drop()
+        super().reload_weights(*args, **options)
+        self._capture_again()
+
+    def start_weight_update(self, *args: Any, **options: Any) -> None:
+        self._graphs.drop()
+        super().start_weight_update(*args, **options)
+
+    def finish_weight_update(self, *args: Any, **options: Any) -> None:
+        super().finish_weight_update(*args, **options)
+        self._capture_again()
+
+    def _capture_again(self) -> None:
+        if self._graphs.captured and not self._asleep:
+            self.model_runner.capture_model()

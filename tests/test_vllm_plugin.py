@@ -1,0 +1,292 @@
+"""The plugin for vLLM, against doubles: what it sets, what it refuses, and vLLM's order of calls."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm_doubles as doubles
+from vllm_worker_doubles import GPUModelRunner, Worker, eagle, started
+
+import piecewise_graph as pg
+from piecewise_graph.integrations import vllm as plugin
+from piecewise_graph.integrations.errors import IntegrationError
+from piecewise_graph.integrations.vllm_graphs import graph_sizes
+
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+SEGMENTS = doubles.LAYERS + 1  # the write of KV and attention are one step
+PREFILL = [(0, [3, 4, 5]), (1, [6, 7])]
+DECODE = [(0, [8]), (1, [9])]
+MIXED = [(0, [1]), (1, [2]), (2, [3, 4, 5])]
+LONG = [(3, list(range(12)))]  # above the largest capture size
+BATCHES = [PREFILL, DECODE, DECODE, MIXED, [*DECODE, (2, [7])], LONG, MIXED, [(2, [5])]]
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    doubles.install(monkeypatch)
+    monkeypatch.setenv("PIECEWISE_GRAPH_COMPILER", "eager")
+    plugin.register()
+
+
+def config(**given: Any) -> Any:
+    compilation = doubles.CompilationConfig(**{"backend": "piecewise", **given.pop("compilation", {})})
+    return sys.modules["vllm.config"].VllmConfig(compilation_config=compilation, **given)
+
+
+def worker(**given: Any) -> Any:
+    """A started worker of the class that the configuration names."""
+    made = config(**given)
+    module, _, name = made.parallel_config.worker_cls.rpartition(".")
+    return started(getattr(importlib.import_module(module), name), made)
+
+
+def reference() -> Any:
+    """The double of vLLM without the plugin."""
+    return started(Worker, config(compilation={"backend": "inductor", "mode": doubles.CompilationMode.NONE}))
+
+
+def compare(served: Any, batches: Any = BATCHES) -> None:
+    plain = reference()
+    for batch in batches:
+        expected = plain.model_runner.execute_model(batch)
+        torch.testing.assert_close(served.model_runner.execute_model(batch), expected, rtol=1e-4, atol=1e-5)
+
+
+# --- settings -----------------------------------------------------------------------------------------------
+
+
+def test_the_entry_point_names_the_function() -> None:
+    assert '"piecewise_graph.integrations.vllm:register"' in PYPROJECT.read_text()
+
+
+def test_nothing_happens_unless_asked() -> None:
+    plain = config(compilation={"backend": "inductor"})
+    assert plain.compilation_config.mode is doubles.CompilationMode.VLLM_COMPILE
+    assert plain.parallel_config.worker_cls == plugin.WORKER
+    assert plain.compilation_config.custom_ops == []
+
+
+def test_the_settings_follow_from_the_backend() -> None:
+    made = config()
+    compilation = made.compilation_config
+    assert compilation.mode is doubles.CompilationMode.STOCK_TORCH_COMPILE
+    assert compilation.cudagraph_mode is doubles.CUDAGraphMode.FULL_DECODE_ONLY
+    assert compilation.custom_ops == ["none"]
+    assert made.kernel_config.ir_op_priority.rms_norm == ["native"]
+    assert made.parallel_config.worker_cls == plugin.OUR_WORKER
+
+
+def test_what_the_user_set_stays() -> None:
+    given = {"cudagraph_mode": doubles.CUDAGraphMode.NONE, "custom_ops": ["all"]}
+    made = config(compilation=given).compilation_config
+    assert (made.cudagraph_mode, made.custom_ops) == (doubles.CUDAGraphMode.NONE, ["all"])
+
+
+def test_registering_twice_wraps_once() -> None:
+    before = sys.modules["vllm.config"].VllmConfig.__post_init__
+    plugin.register()
+    assert sys.modules["vllm.config"].VllmConfig.__post_init__ is before
+
+
+def test_a_configuration_made_of_another_one_is_accepted() -> None:
+    """vLLM copies its configuration for a draft model; the copy is configured anew."""
+    made = config()
+    made.__post_init__()
+    assert made.parallel_config.worker_cls == plugin.OUR_WORKER
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+CASES = {
+    "pipeline parallelism": {"parallel_config": doubles.ParallelConfig(pipeline_parallel_size=2)},
+    "tensor parallelism": {"parallel_config": doubles.ParallelConfig(tensor_parallel_size=2)},
+    "data parallelism": {"parallel_config": doubles.ParallelConfig(data_parallel_size=2)},
+    "dual batch overlap": {"parallel_config": doubles.ParallelConfig(use_ubatching=True)},
+    "LoRA": {"lora_config": object()},
+    "KV transfer": {"kv_transfer_config": object()},
+    "KV scales": {"cache_config": types.SimpleNamespace(calculate_kv_scales=True)},
+    "enforce_eager": {"model_config": doubles.ModelConfig(enforce_eager=True)},
+    "pooling": {"model_config": doubles.ModelConfig(runner_type="pooling")},
+    "worker class 'mine.Worker'": {"parallel_config": doubles.ParallelConfig(worker_cls="mine.Worker")},
+    "compilation mode": {"compilation": {"mode": doubles.CompilationMode.DYNAMO_TRACE_ONCE}},
+    "FULL_AND_PIECEWISE": {"compilation": {"cudagraph_mode": doubles.CUDAGraphMode.FULL_AND_PIECEWISE}},
+}
+
+
+@pytest.mark.parametrize("setting", CASES)
+def test_what_is_not_served_is_refused_in_a_sentence(setting: str) -> None:
+    with pytest.raises(IntegrationError, match=setting) as raised:
+        config(**CASES[setting])
+    assert "What to do" in str(raised.value)
+
+
+def test_the_second_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_USE_V2_MODEL_RUNNER", True)
+    with pytest.raises(IntegrationError, match="second model runner"):
+        config()
+
+
+# --- hooks --------------------------------------------------------------------------------------------------
+
+
+def test_a_vllm_without_the_first_hook_starts_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.modules["vllm.config"], "VllmConfig", type("VllmConfig", (), {}))
+    plugin.register()
+    assert "vLLM 0.23.0 has no vllm.config.VllmConfig.__post_init__" in caplog.text
+
+
+@pytest.mark.parametrize("field", ["kv_transfer_config", "kernel_config", "offload_config"])
+def test_a_setting_that_moved_is_named(field: str) -> None:
+    given = vars(config(compilation={"backend": "inductor"}))
+    del given[field]
+    given["compilation_config"] = doubles.CompilationConfig(backend="piecewise")
+    with pytest.raises(IntegrationError, match=f"VllmConfig.{field}"):
+        sys.modules["vllm.config"].VllmConfig.__post_init__(types.SimpleNamespace(**given))
+
+
+@pytest.mark.parametrize("name", ["init_device", "wake_up", "finish_weight_update"])
+def test_a_method_of_the_worker_that_moved_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config()
+    monkeypatch.delattr(Worker, name)
+    ours = importlib.import_module("piecewise_graph.integrations.vllm_worker").PiecewiseWorker
+    with pytest.raises(IntegrationError, match=f"Worker.{name}, which"):
+        ours(made).init_device()
+
+
+@pytest.mark.parametrize("name", ["profile_cudagraph_memory", "capture_model"])
+def test_a_method_of_the_runner_that_moved_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(GPUModelRunner, name)
+    with pytest.raises(IntegrationError, match=f"GPUModelRunner.{name}, which"):
+        worker()
+
+
+@pytest.mark.parametrize(
+    "gone", ["vllm.forward_context:set_forward_context", "vllm.v1.worker.gpu_worker:Worker"]
+)
+def test_a_module_without_its_attribute_is_named(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    doubles.install(monkeypatch, without=[gone])
+    plugin.register()
+    with pytest.raises(IntegrationError, match=gone.replace(":", ".")):
+        worker()
+
+
+# --- vLLM's order of calls ----------------------------------------------------------------------------------
+
+
+def test_graphs_are_captured_at_the_capture_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = []
+    for owner, name in ((Worker, "determine_available_memory"), (GPUModelRunner, "initialize_kv_cache")):
+        before = getattr(owner, name)
+
+        def noting(*args: Any, before: Any = before) -> Any:
+            result = before(*args)
+            captures.append(pg.counters.snapshot()["captures"])
+            return result
+
+        monkeypatch.setattr(owner, name, noting)
+    served = worker()
+    assert captures == [0, 0]
+    assert served.model_runner.order == ["load", "profile", "bind", "capture"]
+    sizes, segments = len(doubles.SIZES), 2 * doubles.LAYERS + 1
+    counts = pg.counters.snapshot()
+    assert counts["tapes"] == 2 * sizes  # one piecewise and one full tape per size
+    assert counts["captures"] == sizes * (SEGMENTS + 1) <= sizes * (segments + 1)
+
+
+def test_batches_are_answered_as_without_the_plugin() -> None:
+    served = worker()
+    before = pg.counters.snapshot()
+    compare(served)
+    after = pg.counters.snapshot()
+    changed = {name: after[name] - before.get(name, 0) for name in after}
+    full = sum(all(len(tokens) == 1 for _, tokens in batch) for batch in BATCHES)
+    assert changed["full_replays"] == full
+    assert changed["replays"] == len(BATCHES) - 1
+    assert changed["fallbacks"] == changed["fallbacks:above_max_tokens"] == 1
+    assert changed["captures"] == 0
+
+
+def test_graphs_go_when_the_kv_cache_is_bound_anew() -> None:
+    served = worker()
+    served.initialize_from_config(doubles.REQUESTS * doubles.LENGTH)
+    with pg.counters.expect(replays=0, **{"fallbacks:not_captured": 2}):
+        compare(served, [PREFILL, DECODE])
+    served.model_runner.capture_model()
+    with pg.counters.expect(full_replays=1, fallbacks=0):
+        served.model_runner.execute_model(DECODE)
+
+
+@pytest.mark.parametrize("tags", [[None], [["weights"], ["kv_cache"]]])
+def test_graphs_go_with_sleep_and_come_back_when_all_is_awake(tags: Any) -> None:
+    served = worker()
+    served.sleep(1)
+    assert "0 replays of 0 graphs" in served._graphs.models[0].report()
+    with pg.counters.expect(captures=0):
+        for tag in tags[:-1]:
+            served.wake_up(tag)
+    served.wake_up(tags[-1])
+    assert served.model_runner.order[-2:] == ["wake", "capture"]
+    with pg.counters.expect(full_replays=1, replays=2, fallbacks=0):
+        compare(served, [PREFILL, DECODE])
+
+
+@pytest.mark.parametrize("calls", [["reload_weights"], ["start_weight_update", "finish_weight_update"]])
+def test_weights_that_are_loaded_again_are_read(calls: list[str]) -> None:
+    served = worker()
+    for call in calls:
+        getattr(served, call)()
+    assert served.model_runner.order[-1] == "capture"
+    with pg.counters.expect(full_replays=1, replays=2, fallbacks=0):
+        compare(served, [PREFILL, DECODE])
+
+
+def test_metadata_that_lies_elsewhere_is_not_read_by_a_graph(caplog: pytest.LogCaptureFixture) -> None:
+    served = worker()
+    served.model_runner.lengths = served.model_runner.lengths.clone()
+    with pg.counters.expect(replays=2, full_replays=0, fallbacks=0):
+        compare(served, [PREFILL, DECODE])
+    assert "attention metadata lies elsewhere" in caplog.text
+
+
+def test_the_draft_model_is_replayed_too() -> None:
+    served = worker(speculative_config=eagle())
+    target, draft = served._graphs.models
+    runner = served.model_runner
+    with torch.inference_mode(), pg.counters.expect(replays=1, fallbacks=0):
+        runner._draft(3)
+    with torch.inference_mode(), doubles.set_forward_context(None, runner.vllm_config):
+        inputs = {"input_ids": runner.input_ids[:3], "positions": runner.positions[:3]}
+        given = runner.drafter.model(hidden_states=runner.drafter.hidden[:3], inputs_embeds=None, **inputs)
+        expected = runner.drafter.model.draft(hidden_states=runner.drafter.hidden[:3], **inputs)
+    torch.testing.assert_close(given, expected)
+    assert draft.part == "draft" and target.part == "target"
+
+
+def test_without_graphs_the_model_runs_compiled() -> None:
+    graphs = {"cudagraph_mode": doubles.CUDAGraphMode.NONE, "cudagraph_capture_sizes": []}
+    served = worker(compilation=graphs)
+    with pg.counters.expect(replays=0, captures=0, **{"fallbacks:cuda_graphs_off": 2}):
+        compare(served, [PREFILL, DECODE])
+
+
+def test_memory_is_planned_before_the_kv_cache_is_sized() -> None:
+    assert worker().cudagraph_memory_estimate > 0
+
+
+def test_sizes_of_speculative_decoding_are_multiples_of_its_step() -> None:
+    assert graph_sizes([1, 2, 4, 8, 16], 3) == [1, 2, 3, 4, 6, 8, 9, 16]
+    assert graph_sizes([], 3) == []
+
+
+def test_what_became_of_the_model_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vllm.piecewise_graph")
+    worker()
+    assert "target model:" in caplog.text and "in the graph pool" in caplog.text
