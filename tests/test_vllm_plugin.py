@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +248,22 @@ def test_weights_that_are_loaded_again_are_read(calls: list[str]) -> None:
     assert served.model_runner.order[-1] == "capture"
     with pg.counters.expect(full_replays=1, replays=2, fallbacks=0):
         compare(served, [PREFILL, DECODE])
+
+
+def test_a_worker_that_ends_lets_its_model_and_graphs_go() -> None:
+    served = worker()
+    gone = weakref.ref(served.model_runner.model)
+    served.vllm_config.compilation_config.static_forward_context.clear()
+    served.shutdown()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_worker_that_never_had_a_device_ends_too() -> None:
+    made = config()
+    ours = importlib.import_module("piecewise_graph.integrations.vllm_worker").PiecewiseWorker(made)
+    ours.model_runner = types.SimpleNamespace()
+    ours.shutdown()
 
 
 def test_metadata_that_lies_elsewhere_is_not_read_by_a_graph(caplog: pytest.LogCaptureFixture) -> None:

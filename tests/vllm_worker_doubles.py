@@ -192,6 +192,9 @@ class Worker:
     def finish_weight_update(self) -> None:
         self.model_runner.order.append("updated")
 
+    def shutdown(self) -> None:
+        self.model_runner.model = None
+
 
 def started(make: type, config: VllmConfig) -> Any:
     """A worker of class `make` after vLLM's start-up, with KV for all requests."""

@@ -24,6 +24,7 @@ _METHODS = (
     "reload_weights",
     "start_weight_update",
     "finish_weight_update",
+    "shutdown",
 )
 _CONTEXT = ("attn_metadata", "batch_descriptor", "cudagraph_runtime_mode", "slot_mapping")
 _ASLEEP = frozenset({"weights", "kv_cache"})
@@ -85,6 +86,12 @@ class PiecewiseWorker(Worker):
     def finish_weight_update(self, *args: Any, **options: Any) -> None:
         super().finish_weight_update(*args, **options)
         self._capture_again()
+
+    def shutdown(self) -> None:
+        if hasattr(self, "_graphs"):  # not after a start that failed early
+            self._graphs.drop()
+            self._graphs.models.clear()  # they hold the model
+        super().shutdown()
 
     def _capture_again(self) -> None:
         if self._graphs.captured and not self._asleep:
