@@ -308,3 +308,16 @@ def test_what_became_of_the_model_is_logged(caplog: pytest.LogCaptureFixture) ->
     caplog.set_level("INFO", "vllm.piecewise_graph")
     worker()
     assert "target model:" in caplog.text and "in the graph pool" in caplog.text
+
+
+def test_a_call_that_does_not_fit_the_frozen_one_is_answered_and_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = worker().model_runner
+    with torch.no_grad(), doubles.set_forward_context(None, runner.vllm_config):
+        plain = {"input_ids": runner.input_ids[:3], "positions": runner.positions[:3]}
+        expected = runner.model.forward(**plain)
+        for _ in range(2):
+            given = runner.model(**plain, intermediate_tensors="another", inputs_embeds=None)
+            torch.testing.assert_close(given, expected)
+    assert caplog.text.count("goes through Dynamo's guards") == 1

@@ -91,7 +91,7 @@ class ServedModel:
         self._example: dict[str, Any] = {}
         self._frozen: Callable[..., Any] | None = None
         self._places: dict[Hashable, Places] = {}
-        self._told: set[str] = set()
+        self._told: set[Hashable] = set()
 
     def __call__(self, **inputs: Any) -> Any:
         compiled = self._compiled if self._compiled is not None else self._compile(inputs)
@@ -103,7 +103,9 @@ class ServedModel:
                 try:
                     return self._frozen(**inputs)
                 except FreezeError as error:  # raised before anything ran
-                    self._tell(f"{self.part} model: calls go through Dynamo's guards where {error.what}")
+                    self._tell(
+                        "frozen", "a call goes through Dynamo's guards, as later ones like it do: %s", error
+                    )
             return compiled(**inputs)
 
     def _compile(self, inputs: Inputs) -> Any:
@@ -125,10 +127,8 @@ class ServedModel:
         if self.captures_full:
             self._places[key] = places
         elif self._places.get(key) != places:
-            self._tell(
-                f"{self.part} model: {key} is not replayed as one graph, because none was captured or its "
-                "attention metadata lies elsewhere now; it is replayed piecewise"
-            )
+            why = "none was captured, or its attention metadata lies elsewhere now"
+            self._tell(key, "%s is not replayed as one graph, but piecewise: %s", key, why)
             return {}
         return {"full_graph": True, "graph_key": key}
 
@@ -204,10 +204,11 @@ class ServedModel:
         leader = next(name for name in _TOKEN_DIM if inputs.get(name) is not None)
         return int(inputs[leader].shape[_TOKEN_DIM[leader]])
 
-    def _tell(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            log.warning("%s", what)
+    def _tell(self, topic: Hashable, what: str, *values: Any) -> None:
+        """Log it once per topic: serving must not fill the log."""
+        if topic not in self._told:
+            self._told.add(topic)
+            log.warning(f"%s model: {what}", self.part, *values)
 
 
 def metadata_places(context: Any) -> Places:
