@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,7 @@ def alternate(
     repeat: int,
     warmups: int = 3,
     rounds_of: Mapping[str, int] | None = None,
+    around: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext(),
 ) -> dict[str, Timing]:
     """Wall time per call of each side, the sides taking turns in one process.
 
@@ -98,22 +99,30 @@ def alternate(
 
     Args:
         rounds_of: side -> how many it has, where it takes part in the first ones only.
+        around: what a side's warm-up and each of its turns lie in, beside the time that is taken.
     """
-    for call in sides.values():
-        for _ in range(warmups):
-            call()
+    for name, call in sides.items():
+        with around(name):
+            for _ in range(warmups):
+                call()
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds):
         for name, call in sides.items():
             if rounds_of and turn >= rounds_of[name]:
                 continue
-            _wait()
-            began = time.perf_counter()
-            for _ in range(repeat):
-                call()
-            _wait()
-            taken[name].append((time.perf_counter() - began) / repeat)
+            with around(name):
+                taken[name].append(_turn(call, repeat))
     return {name: _timing(seconds) for name, seconds in taken.items()}
+
+
+def _turn(call: Callable[[], Any], repeat: int) -> float:
+    """Seconds of one of `repeat` calls."""
+    _wait()
+    began = time.perf_counter()
+    for _ in range(repeat):
+        call()
+    _wait()
+    return (time.perf_counter() - began) / repeat
 
 
 def alternate_host(

@@ -58,12 +58,18 @@ def in_turns(
     results: dict[str, Any] = {}
 
     def call(side: str) -> None:
-        with counted(served[side]):
-            results[side] = sides[side]()
+        results[side] = sides[side]()
 
     calls = {side: partial(call, side) for side in sides}
     rounds_of = {side: EAGER_ROUNDS if side == "eager" else rounds for side in sides}
-    timings = alternate(calls, rounds=rounds, repeat=repeat, warmups=warmups, rounds_of=rounds_of)
+    timings = alternate(
+        calls,
+        rounds=rounds,
+        repeat=repeat,
+        warmups=warmups,
+        rounds_of=rounds_of,
+        around=lambda side: counted(served[side]),
+    )
     return {
         side: Taken(timing, warmups + rounds_of[side] * repeat, served[side], results[side])
         for side, timing in timings.items()
