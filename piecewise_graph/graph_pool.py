@@ -36,9 +36,11 @@ from piecewise_graph import _torch
 from piecewise_graph.errors import GraphPoolError
 from piecewise_graph.kernels.detour import Detour
 from piecewise_graph.kernels.turns import Turns
+from piecewise_graph.sizes import kept
 from piecewise_graph.stand_in import StandIn
 
-Run = Callable[..., Sequence[Tensor]]
+Tensors = Sequence[Tensor]
+Run = Callable[..., Tensors]
 
 
 class Owner(Protocol):
@@ -73,11 +75,6 @@ class GraphPool:
     def device(self) -> torch.device | None:
         """The device that the pool serves; None before its first capture."""
         return self._device
-
-    @property
-    def runs_captures(self) -> bool:
-        """What is captured here runs, as on a CPU; on a GPU a capture runs nothing."""
-        return self._memory is None
 
     def bytes(self) -> int:
         """Device bytes held by captured graphs; on a CPU what the outputs of their stand-ins take."""
@@ -154,11 +151,12 @@ class GraphPool:
                 call()
 
     def capture(
-        self, run: Run, inputs: Sequence[object], *, warm: Sequence[Tensor] | None = None
+        self, run: Run, inputs: Sequence[object], *, warm: Tensors | None = None, written: Tensors = ()
     ) -> tuple[Callable[[], None], Sequence[Tensor]]:
         """Capture `run(*inputs)`. Call it inside `session()`, after a warm-up of the same shapes.
 
         Args:
+            written: what `run` writes beside its outputs; left as it is, because a capture runs nothing.
             warm: what the warm-up returned. A CPU's stand-in begins with copies of it and runs nothing, as
                 a capture runs nothing: for runs with effects that must not happen twice.
 
@@ -166,7 +164,8 @@ class GraphPool:
             (replay, outputs): `replay()` recomputes `outputs` in place from what `inputs` hold then.
         """
         if self._memory is None:
-            outputs = run(*inputs) if warm is None else [tensor.clone() for tensor in warm]
+            with kept(written if warm is None else ()):
+                outputs = run(*inputs) if warm is None else [tensor.clone() for tensor in warm]
             stand_in = StandIn(run, inputs, outputs)
             self._stand_ins.add(stand_in)
             return stand_in, outputs

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.errors import CaptureError
-from piecewise_graph.graph_pool import GraphPool, Run
+from piecewise_graph.graph_pool import GraphPool, Run, Tensors
 from piecewise_graph.recorder.bucket_record import BucketRecord
 from piecewise_graph.recorder.padding import probe_size
 from piecewise_graph.recorder.padding_proofs import Key, PaddingProofs, trial_key
 from piecewise_graph.recorder.record import record_segments
 from piecewise_graph.recorder.tape import ReplayTape
 from piecewise_graph.recorder.workspace import Workspace
+from piecewise_graph.sizes import kept
 
 
 @dataclass(frozen=True)
@@ -120,13 +121,13 @@ def make_plan(
         tried[first] = _try_out(traces, order[first:], dropped)
         return sum(bucket.graph_bytes for bucket in tried[first])
 
-    kept = 0
+    left_out = 0
     if budget is not None:
         needs = largest_to_drop(map(need, range(len(order))), budget)
-        kept = len(needs)
+        left_out = len(needs)
         for size, needed in zip(order, needs, strict=False):
             dropped[size] = CaptureError.over_budget(size, needed, budget)
-    buckets = tried[kept] if kept in tried else _try_out(traces, order[kept:], dropped)
+    buckets = tried[left_out] if left_out in tried else _try_out(traces, order[left_out:], dropped)
     return Plan(tuple(buckets), dropped, tuple(order), all_traces)
 
 
@@ -184,16 +185,12 @@ class _TrialPool(GraphPool):
             with torch.cuda.device(device):  # a MemPool gives back the memory of the device it was made on
                 self._memory = torch.cuda.MemPool()
 
-    @property
-    def runs_captures(self) -> bool:
-        return True
-
     def capture(
-        self, run: Run, inputs: Sequence[object], *, warm: Sequence[Tensor] | None = None
+        self, run: Run, inputs: Sequence[object], *, warm: Tensors | None = None, written: Tensors = ()
     ) -> tuple[Callable[[], None], Sequence[Tensor]]:
         if self._memory is None:
-            return super().capture(run, inputs, warm=warm)
-        with torch.cuda.device(self._device), torch.cuda.use_mem_pool(self._memory):
+            return super().capture(run, inputs, warm=warm, written=written)
+        with kept(written), torch.cuda.device(self._device), torch.cuda.use_mem_pool(self._memory):
             return (lambda: None), run(*inputs)
 
 

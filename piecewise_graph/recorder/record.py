@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from piecewise_graph.graph_pool import clean_cublas
 from piecewise_graph.recorder.exact_segment import ExactSegment
 from piecewise_graph.recorder.tape import Call, LateCall, ReplayTape
 from piecewise_graph.recorder.workspace import Workspace
-from piecewise_graph.sizes import evaluate, kept
+from piecewise_graph.sizes import evaluate
 from piecewise_graph.splitter.split_graph import Opaque, OpStep, Ref, SegmentStep, Size
 
 
@@ -113,9 +112,8 @@ class _Recording:
         else:
             run = self._filling(step, segment)
             inputs = [self._value(item) for item in step.inputs]
-            written = [inputs[index] for index in segment.facts.written] if self.pool.runs_captures else []
-            with kept(written) if written else nullcontext():
-                replay, outputs = self.pool.capture(run, inputs)
+            written = [inputs[index] for index in segment.facts.written]
+            replay, outputs = self.pool.capture(run, inputs, written=written)
             self.graphs += 1
             self.entries.append(replay)
             for slot, output in zip(step.outputs, outputs, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +12,6 @@ from piecewise_graph.compiler.program import run_steps
 from piecewise_graph.graph_pool import clean_cublas
 from piecewise_graph.recorder.tape import ReplayTape
 from piecewise_graph.recorder.workspace import Workspace
-from piecewise_graph.sizes import kept
 from piecewise_graph.splitter.split_graph import Ref
 
 
@@ -39,11 +37,10 @@ def record_forward(
     def forward() -> list[Tensor]:
         return tensors(run_steps(program, static, program.sizes_at(bucket)))
 
-    runs = workspace.pool.runs_captures and at_bucket is None
-    written = [static[index] for index in program.static_writes] if runs else []
-    with clean_cublas(program.device), kept(written) if written else nullcontext():
+    with clean_cublas(program.device):
         warm = None if at_bucket is None else tensors(at_bucket)
-        replay, outputs = workspace.pool.capture(forward, (), warm=warm)
+        written = [static[index] for index in program.static_writes]
+        replay, outputs = workspace.pool.capture(forward, (), warm=warm, written=written)
     values = workspace.input_values(args, bucket)
     aliases = [_torch.weak_alias(output) if output.is_cuda else output for output in outputs]
     padded = proofs.exact_only(program, bucket, one_graph=True) is None

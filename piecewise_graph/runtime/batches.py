@@ -142,15 +142,16 @@ class Batches:
         return runtime
 
     def _made(self, fixed: Sizes, args: Sequence[Any], make: MakeRuntime) -> OneSize | None:
-        state, both = self._state, self._padded_in_both(args)
-
-        def program_of() -> Program | None:
-            # What `specialize` compiles is for one size. Where there is one request, code may rely on it.
-            shared = both is not None and not state.config.specialize and 1 not in fixed.values()
-            made = at_numbers(both.program, fixed) if both is not None and shared else None
-            return made or at_batch(self._program, fixed, args, state.config, state.compiled)
-
-        program = self._prepared(program_of)
+        state = self._state
+        # What `specialize` compiles is for one size. Where there is one request, code may rely on it.
+        shared = not state.config.specialize and 1 not in fixed.values()
+        both = self._padded_in_both(args) if shared else None
+        program = self._prepared(
+            lambda: (
+                (both and at_numbers(both.program, fixed))
+                or at_batch(self._program, fixed, args, state.config, state.compiled)
+            )
+        )
         return make(program, args) if program is not None and program.token == self._symbols.tokens else None
 
     def _prepared(self, make: Callable[[], Made | None]) -> Made | None:

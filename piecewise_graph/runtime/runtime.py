@@ -81,16 +81,15 @@ class Runtime:
         weights = tuple(id(tensor) for index, tensor in bound if index not in program.static_writes)
         self.several = SeveralSizes.of(program, state, self.addresses, hash(weights))
         self._not_full = FULL.unsupported(program)
-        started = self._nothing_captured(rehearsals or Rehearsals())
-        self._piecewise, self._full, self._workspace, self._without_graphs = started
+        self._start(rehearsals or Rehearsals())
         state.add(self)
 
-    def _nothing_captured(
-        self, rehearsals: Rehearsals
-    ) -> tuple[TapeSet, dict[Hashable, TapeSet], Workspace, WithoutGraphs]:
+    def _start(self, rehearsals: Rehearsals) -> None:
+        """With nothing captured."""
+        self._piecewise, self._full = TapeSet(PIECEWISE), dict[Hashable, TapeSet]()
         workspace = Workspace.empty(self.program, self.pool, self.state.proofs, max(self.sizes))
         uncaptured = WithoutGraphs(workspace, self.sizes, self.invalid, self._not_full, rehearsals)
-        return TapeSet(PIECEWISE), {}, workspace, uncaptured
+        self._workspace, self._without_graphs = workspace, uncaptured
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -180,8 +179,7 @@ class Runtime:
 
     def _begin_again(self, program: Program) -> None:
         self.program = program
-        started = self._nothing_captured(Rehearsals())
-        self._piecewise, self._full, self._workspace, self._without_graphs = started
+        self._start(Rehearsals())
         self.addresses.forget()
         self.generation += 1
 
@@ -285,12 +283,12 @@ class Runtime:
             rehearsed=self._without_graphs.rehearsals.done,
             planned=planned_bytes(state, self, bucket) if decision.mode is PIECEWISE else None,
         )
-        self._without_graphs.rehearsals.done = True
         if outcome.uncapturable and self._cut_out(outcome.uncapturable, args):
             if self.program.has_effects:
                 return outcome.outputs  # which a second forward would have twice; the next call captures
             sizes = self.program.contract.read_sizes(args)
             return self._decide_and_run(args, sizes, num_tokens, context)
+        self._without_graphs.rehearsals.done = True
         if outcome.reason is not None:
             self._count_fallback(outcome.reason, num_tokens)
         elif outcome.failure is not None:
