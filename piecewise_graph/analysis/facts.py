@@ -111,7 +111,7 @@ class Observations:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             self._note_write(argument, value)
             self.numbers |= _is_number(op, argument, value)
-        self.random |= torch.Tag.nondeterministic_seeded in op.tags
+        self.random |= _draws_numbers(op, args, kwargs)
         self.casts |= _casts_to_integer(op, args, result)
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         allocates = op._schema.name.partition("::")[2] in _ALLOCATIONS
@@ -181,6 +181,16 @@ def observe(gm: GraphModule, inputs: Sequence[Any]) -> SegmentFacts:
     with _torch.fake_mode_of(gm) or nullcontext(), _torch.observe_ops(seen.note):
         outputs = gm(*inputs)
     return seen.facts(inputs, outputs)
+
+
+def _draws_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """It is random. Torch calls its attention kernels so, which are not without dropout."""
+    places = {argument.name: index for index, argument in enumerate(op._schema.arguments)}
+    index = places.get("dropout_p")
+    if index is None or torch.Tag.nondeterministic_seeded not in op.tags:
+        return torch.Tag.nondeterministic_seeded in op.tags
+    given = args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)
+    return not (isinstance(given, float) and given == 0.0)
 
 
 def _is_number(op: Any, argument: Any, value: Any) -> bool:

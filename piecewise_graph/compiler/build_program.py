@@ -23,6 +23,7 @@ from piecewise_graph.compiler.specialize import specialized
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import LeakWarning
 from piecewise_graph.sizes import ShapeContract, Sizes, evaluate, relaxed_range
+from piecewise_graph.splitter.decode_steps import with_attention_inside
 from piecewise_graph.splitter.merge_linears import merge_linears
 from piecewise_graph.splitter.merged_weights import Merge
 from piecewise_graph.splitter.source_names import readable_source
@@ -52,14 +53,15 @@ def build_program(
     is_whole = _torch.takes_all_sizes(gm)  # asked before segments are compiled, which may add sizes
     merged, merge = merge_linears(gm, example_inputs) if config.merge_linears else (gm, Merge())
     try:
-        proved = prove(merged, example_inputs, config)
+        traced = with_attention_inside(merged)
+        proved = prove(traced, example_inputs, config)
     except Unsplittable as error:
         return error.reason
     graph, breaks = proved.split, _torch.returns_intermediates(gm)
     for op in graph.leaks:
         warnings.warn(LeakWarning.inside_segment(op), stacklevel=2)
     program = Program(
-        **compiled_fields(merged, proved, config, compiled, breaks=breaks, is_whole=is_whole),
+        **compiled_fields(traced, proved, config, compiled, breaks=breaks, is_whole=is_whole),
         device=graph.device,
         merge=merge,
         breaks=breaks,

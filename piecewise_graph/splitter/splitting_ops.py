@@ -49,6 +49,8 @@ class SplittingOp:
 
 
 TORCH_ATTENTION = "aten::scaled_dot_product_attention"
+# Where a node notes that graphs are not cut at it, though its op is registered (decode_steps.py).
+INSIDE = "piecewise_inside"
 _registry: dict[str, SplittingOp] = {}
 _undefined: set[str] = set()  # registered before torch knew them, so not checked yet
 _builtins: dict[Callable[..., Any], str] = {}
@@ -94,7 +96,7 @@ def splitting_op_of(node: Node) -> SplittingOp | None:
     Raises:
         SplittingOpError: the op was registered before it was defined, with a schema that cannot be true.
     """
-    if node.op != "call_function":
+    if node.op != "call_function" or INSIDE in node.meta:
         return None
     name = _op_name(node.target)
     if name in _undefined and (packet := _resolve(name)) is not None:
