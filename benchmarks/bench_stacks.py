@@ -43,7 +43,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -64,8 +64,6 @@ from benchmarks.common import RESULTS, table, without_out, write
 from benchmarks.stack_report import KEYS, marks_of, matrix
 from benchmarks.stack_setting import Measure, Row, Setting
 
-PARTS = ("generate", "continuous", "embed", "quantised", "lora", "loop")
-
 
 @dataclass(frozen=True)
 class Case:
@@ -77,36 +75,61 @@ class Case:
 
 def cases_of(options: argparse.Namespace) -> Iterator[Case]:
     """In the order of the results."""
-    parts, shapes = options.parts.split(","), options.shapes.split(",")
-    counts = [int(count) for count in options.requests.split(",")]
-    if "generate" in parts:
-        for shape, requests in itertools.product(shapes, counts):
-            row = {"part": "generate", "shape": shape, "requests": requests}
-            call = partial(stack_generate.prepared, shape=shape, requests=requests)
-            yield Case(row, partial(call, new_tokens=options.new_tokens))
-    if "continuous" in parts:
-        for shape in shapes:
-            row = {"part": "continuous", "shape": shape, "requests": options.users}
-            call = partial(stack_continuous.prepared, shape=shape, requests=options.users)
-            yield Case(row, partial(call, new_tokens=options.new_tokens))
-    if "embed" in parts:
-        for shape in options.encoders.split(","):
-            limits = {"count": options.batches, "rows": options.rows, "tokens": options.tokens}
-            yield Case(
-                {"part": "embed", "shape": shape}, partial(stack_embed.prepared, shape=shape, **limits)
-            )
-    if "quantised" in parts:
-        for shape, weights in itertools.product(shapes, options.weights.split(",")):
-            row = {"part": "quantised", "shape": shape, "weights": weights}
-            yield Case(row, partial(stack_quantised.prepared, shape=shape, weights=weights))
-    if "lora" in parts:
-        for shape, requests in itertools.product(options.lora_shapes.split(","), counts):
-            row = {"part": "lora", "shape": shape, "requests": requests}
-            yield Case(row, partial(stack_lora.prepared, shape=shape, requests=requests))
-    if "loop" in parts:
-        for shape in shapes:
-            call = partial(stack_loop.prepared, shape=shape, new_tokens=options.new_tokens)
-            yield Case({"part": "loop", "shape": shape, "requests": 1}, call)
+    chosen = options.parts.split(",")
+    for part, made in _CASES.items():
+        for row, prepare in made(options) if part in chosen else ():
+            yield Case({"part": part, **row}, prepare)
+
+
+def _embed(options: argparse.Namespace) -> Iterator[tuple[Row, Any]]:
+    limits = {"count": options.batches, "rows": options.rows, "tokens": options.tokens}
+    for shape in options.encoders.split(","):
+        yield {"shape": shape}, partial(stack_embed.prepared, shape=shape, **limits)
+
+
+def _quantised(options: argparse.Namespace) -> Iterator[tuple[Row, Any]]:
+    for shape, weights in itertools.product(options.shapes.split(","), options.weights.split(",")):
+        asked = {"shape": shape, "weights": weights}
+        yield asked, partial(stack_quantised.prepared, **asked)
+
+
+def _loop(options: argparse.Namespace) -> Iterator[tuple[Row, Any]]:
+    for shape in options.shapes.split(","):
+        call = partial(stack_loop.prepared, shape=shape, new_tokens=options.new_tokens)
+        yield {"shape": shape, "requests": 1}, call
+
+
+def _generate(options: argparse.Namespace) -> Iterator[tuple[Row, Any]]:
+    for shape, requests in itertools.product(options.shapes.split(","), _counts(options)):
+        asked = {"shape": shape, "requests": requests}
+        yield asked, partial(stack_generate.prepared, **asked, new_tokens=options.new_tokens)
+
+
+def _continuous(options: argparse.Namespace) -> Iterator[tuple[Row, Any]]:
+    for shape in options.shapes.split(","):
+        asked = {"shape": shape, "requests": options.users}
+        yield asked, partial(stack_continuous.prepared, **asked, new_tokens=options.new_tokens)
+
+
+def _lora(options: argparse.Namespace) -> Iterator[tuple[Row, Any]]:
+    for shape, requests in itertools.product(options.lora_shapes.split(","), _counts(options)):
+        asked = {"shape": shape, "requests": requests}
+        yield asked, partial(stack_lora.prepared, **asked)
+
+
+def _counts(options: argparse.Namespace) -> list[int]:
+    return [int(count) for count in options.requests.split(",")]
+
+
+# Those that take longest to be ready come first, so that they compile side by side.
+_CASES: dict[str, Callable[[argparse.Namespace], Iterator[tuple[Row, Any]]]] = {
+    "embed": _embed,
+    "quantised": _quantised,
+    "loop": _loop,
+    "generate": _generate,
+    "continuous": _continuous,
+    "lora": _lora,
+}
 
 
 def _in_process(case: Case, setting: Setting, parent: Connection) -> None:
@@ -164,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(_CASES))
     parser.add_argument("--shapes", default="1b,8b" if on_gpu else "tiny", help="of all but embed and lora")
     parser.add_argument("--lora-shapes", default="1b" if on_gpu else "tiny")
     parser.add_argument("--encoders", default="bert-base,modernbert-base" if on_gpu else "bert-tiny")

@@ -12,7 +12,7 @@ from benchmarks.common import distance, on_own_stream
 from benchmarks.compare_sides import SIDES, Step
 from benchmarks.llama import SHAPES
 from benchmarks.paged import PagedModel
-from benchmarks.stack_setting import Measure, Row, Setting, in_turns, rows_of
+from benchmarks.stack_setting import Measure, Row, Setting, in_turns, rounds_for, rows_of
 
 TOKENS = (8, 1)  # requests of a decode step, one row each; the larger one is compiled for
 
@@ -62,7 +62,8 @@ def _measured(setting: Setting, common: Row, steps: dict[int, dict[str, Step]]) 
     for tokens, sides in steps.items():
         wanted = sides["eager"]().logits.float().clone()
         errors = {side: distance(step().logits.float(), wanted) for side, step in sides.items()}
-        turns = in_turns(sides, rounds=10 * setting.rounds, repeat=5, warmups=3)
+        rounds = rounds_for(sides["full"], repeat=5, rounds=setting.rounds)
+        turns = in_turns(sides, rounds=rounds, repeat=5, warmups=3)
         for row in rows_of(common | {"requests": tokens}, turns):
             side = row["side"]
             between = turns[side].served["unpadded_segments"]

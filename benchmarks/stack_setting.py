@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from benchmarks.common import Timing, alternate
 
 OURS = ("piecewise", "full")  # the sides of this backend
 EAGER_ROUNDS = 2  # it is by far the slowest side, and no mark is about its time
+SIDE_SECONDS = 3.0  # about as long takes each side of a case whose calls are decode steps
 
 Row = dict[str, Any]
 Measure = Callable[[], list[Row]]  # of a case that is ready: takes the times, returns a row per side
@@ -74,6 +76,16 @@ def in_turns(
         side: Taken(timing, warmups + rounds_of[side] * repeat, served[side], results[side])
         for side, timing in timings.items()
     }
+
+
+def rounds_for(call: Callable[[], Any], repeat: int, rounds: int) -> int:
+    """How many rounds of `repeat` calls to take: `rounds` at least, ten times as many of a fast call."""
+    began = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    fitting = int(SIDE_SECONDS / (repeat * (time.perf_counter() - began)))
+    return min(max(fitting, rounds), 10 * rounds)
 
 
 @contextmanager
