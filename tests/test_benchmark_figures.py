@@ -93,7 +93,7 @@ def test_stacks_of_a_loop(tmp_path: Path) -> None:
     given += ["--parts", "lora,loop", "--lora-shapes", "none such"]
     assert benchmark.main([*given, "--out", str(out)]) == 0
     found = json.loads(out.read_text())
-    failed, eager, ours = found["rows"]
+    eager, ours, failed = found["rows"]
     assert failed == {"part": "lora", "shape": "none such", "requests": 2, "error": "KeyError: 'none such'"}
     assert (eager["side"], ours["side"], ours["replayed"]) == ("eager", "full", 1.0)
     assert ours["requests"] == 1 and ours["first_other_token"] is None  # in float32
