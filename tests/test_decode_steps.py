@@ -132,6 +132,26 @@ def test_a_cache_in_buffers_counts_as_one(device: torch.device) -> None:
             torch.testing.assert_close(fast(x, position), model(x, theirs, position), rtol=1e-4, atol=1e-4)
 
 
+_library = torch.library.Library("toy_decode_steps", "FRAGMENT")
+_library.define("noisy(Tensor x, float dropout_p=0.5) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_library.impl("noisy", lambda x, p=0.5: nn.functional.dropout(x, p), "CompositeExplicitAutograd")
+torch.library.register_fake("toy_decode_steps::noisy", lambda x, p=0.5: torch.empty_like(x), lib=_library)
+
+
+@pytest.mark.parametrize(("dropout", "drawn"), [((), 3), ((0.5,), 3), ((0.0,), 0)])
+def test_an_op_is_random_unless_its_dropout_is_none(
+    dropout: tuple[float, ...], drawn: int, device: torch.device
+) -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.toy_decode_steps.noisy(ops.mix(x) * 2, *dropout)
+
+    fast = fast_of(Noisy())
+    with pg.counters.expect(**{"fallbacks:random_numbers": drawn}):
+        for _ in range(3):
+            fast(torch.ones(4, WIDTH, device=device))
+
+
 def test_dropout_keeps_the_cuts(device: torch.device) -> None:
     """Of a segment with random numbers there would be no graph."""
     model = Decoder(dropout=0.5).to(device)

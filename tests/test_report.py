@@ -259,9 +259,8 @@ def test_what_graphs_of_a_dead_cache_served_is_still_told(device: torch.device) 
     model = Counts().to(device)
     options = {"compiler": "eager", "capture_sizes": [4], "max_tokens": 4}
     fast = torch.compile(model, backend="piecewise", dynamic=False, options=options)
-    memory = torch.zeros(7, 1, device=device)
-    for place in range(7):  # graphs of the last four wait for another cache
-        cache = memory[place]
+    for _ in range(3):
+        cache = torch.zeros(1, device=device)
         torch._dynamo.mark_static_address(cache)
         for step in range(3):
             x = rows(4, device)
@@ -270,8 +269,8 @@ def test_what_graphs_of_a_dead_cache_served_is_still_told(device: torch.device) 
         gc.collect()
     report = pg.explain(fast)
     alive = [bucket for trace in report.traces for bucket in trace.buckets]
-    assert report.ended["replays"] + sum(b.replays for b in alive) == 7 * 2
-    assert report.ended["traces"] == 3 and len(alive) == 4
+    assert report.ended["replays"] + sum(b.replays for b in alive) == 3 * 2
+    assert report.ended["traces"] + len(alive) == 3
     assert "ended with a tensor that they read" in str(report) and "ended with" in report.summary()
 
 
@@ -283,17 +282,15 @@ def test_what_a_trace_served_is_counted_once_whoever_holds_it(device: torch.devi
         return ops.mix(x) + one + two
 
     fast = compiled(model, capture_sizes=[4], max_tokens=4, token_dim={"x": 0})
-    memory, held = torch.zeros(5, 2, 1, device=device), ()
-    for place in range(5):  # the fifth takes the room of the first
-        caches = list(memory[place])
-        for cache in caches:
-            torch._dynamo.mark_static_address(cache)
-        for _ in range(3):
-            fast(rows(4, device), *caches)
-        held = held or state(fast).traces
-        del cache
-        caches.clear()
-        gc.collect()
+    caches = [torch.zeros(1, device=device) for _ in range(2)]
+    for cache in caches:
+        torch._dynamo.mark_static_address(cache)
+    for _ in range(3):
+        fast(rows(4, device), *caches)
+    held = state(fast).traces
+    del cache
+    caches.clear()
+    gc.collect()
     assert len(held) == 1 and pg.explain(fast).ended == {"traces": 1, "graphs": 2, "replays": 2}
 
 

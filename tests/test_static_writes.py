@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -178,99 +177,11 @@ def test_caches_that_come_and_go_leave_nothing_behind(device: torch.device) -> N
 def test_a_second_cache_of_fixed_sizes_needs_no_rehearsal(device: torch.device) -> None:
     model = Decoder().to(device)
     fast = torch.compile(model, backend="piecewise", dynamic=False, options={"compiler": "eager"})
-    pairs = [(static_cache(device), static_cache(device)) for _ in range(3)]
-    for rehearsals, (mine, theirs) in zip((1, 0, 0), pairs, strict=True):
+    for rehearsals in (1, 0, 0):
+        mine, theirs = static_cache(device), static_cache(device)
         with pg.counters.expect(rehearsals=rehearsals, tapes=1, replays=2, fallbacks=0):
             check(fast, model, (4, 4, 4), mine, theirs)
         same(mine, theirs)
-
-
-class Places:
-    """Memory in which caches come and go, as an allocator's."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.rows = torch.zeros(count, LENGTH, WIDTH, device=device)
-        self.lengths = torch.zeros(count, dtype=torch.int64, device=device)
-
-    def cache(self, place: int, length_place: int | None = None) -> tuple[Tensor, Tensor]:
-        """A new cache, zeroed; its length may lie in another place."""
-        length = place if length_place is None else length_place
-        made = self.rows[place].zero_(), self.lengths[length].zero_()
-        for tensor in made:
-            torch._dynamo.mark_static_address(tensor)
-        return made
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_cache_that_lies_where_a_dead_one_lay_is_served_by_its_graphs(
-    dynamic: bool, device: torch.device
-) -> None:
-    model, places = Decoder().to(device), Places(1, device)
-    fast = torch.compile(model, backend="piecewise", dynamic=dynamic, options={"compiler": "eager"})
-    for _ in range(2):
-        check(fast, model, (1, 4, 4), places.cache(0), static_cache(device))
-    with pg.counters.expect(traces=0, tapes=0, replays=5 * 3, fallbacks=0):
-        for _ in range(5):
-            check(fast, model, (4, 4, 1), places.cache(0), static_cache(device))
-    report = pg.explain(fast)
-    assert sum(bucket.replays for trace in report.traces for bucket in trace.buckets) >= 5 * 3
-
-
-def test_graphs_of_four_dead_caches_are_kept(device: torch.device) -> None:
-    model, places = Decoder().to(device), Places(6, device)
-    fast = torch.compile(model, backend="piecewise", dynamic=False, options={"compiler": "eager"})
-    for count, tapes in ((4, 4), (4, 0), (6, 2), (6, 6)):  # each of six comes back after five others
-        with pg.counters.expect(tapes=tapes, replays=2 * count - tapes, fallbacks=0):
-            for place in range(count):
-                check(fast, model, (4, 4), places.cache(place), static_cache(device))
-
-
-def test_a_cache_of_which_a_part_lies_elsewhere_is_captured_anew(device: torch.device) -> None:
-    model, places = Decoder().to(device), Places(2, device)
-    fast = torch.compile(model, backend="piecewise", dynamic=False, options={"compiler": "eager"})
-    for length_place in (0, 1):
-        with pg.counters.expect(tapes=1, replays=1):
-            check(fast, model, (4, 4), places.cache(0, length_place), static_cache(device))
-    with pg.counters.expect(tapes=0, replays=4):
-        for length_place in (0, 1):
-            check(fast, model, (4, 4), places.cache(0, length_place), static_cache(device))
-
-
-def test_a_dead_caches_graphs_go_with_a_weight_that_they_read(device: torch.device) -> None:
-    model, places = Decoder().to(device), Places(1, device)
-    fast = torch.compile(model, backend="piecewise", dynamic=False, options={"compiler": "eager"})
-    for name in ("before", "after", "before"):
-        with pg.counters.expect(tapes=1, replays=1):
-            check(fast, model, (4, 4), places.cache(0), static_cache(device))
-        linear = getattr(model, name)
-        linear.weight = nn.Parameter(torch.randn_like(linear.weight))
-    check(fast, model, (4,), places.cache(0), static_cache(device))
-    assert len(pg.explain(fast).traces) == 1
-
-
-def test_graphs_do_not_keep_the_memory_of_a_dead_cache() -> None:
-    model, memory = Decoder(), np.zeros((LENGTH, WIDTH), dtype=np.float32)
-    fast = torch.compile(model, backend="piecewise", dynamic=False, options={"compiler": "eager"})
-    cache, length = torch.from_numpy(memory), static_cache(torch.device("cpu"))[1]
-    torch._dynamo.mark_static_address(cache)
-    with pg.counters.expect(replays=1):
-        check(fast, model, (4, 4), (cache, length), static_cache(torch.device("cpu")))
-    lives = weakref.ref(memory)
-    del cache, memory
-    gc.collect()
-    assert lives() is None
-    assert pg.explain(fast).traces  # its graphs wait for another cache
-
-
-@settings(max_examples=5, deadline=None)
-@given(calls=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), min_size=4, max_size=10))
-def test_any_order_of_places_and_sizes(calls: list[tuple[int, int]]) -> None:
-    device = torch.device("cpu")
-    model, places = Decoder(), Places(3, device)
-    fast = compiled(model, token_dim={"x": 0})
-    with torch.no_grad():
-        for place, n in calls:
-            check(fast, model, (n, n), places.cache(place), static_cache(device))
 
 
 def watchers() -> int:

@@ -185,12 +185,13 @@ def observe(gm: GraphModule, inputs: Sequence[Any]) -> SegmentFacts:
 
 def _draws_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """It is random. Torch calls its attention kernels so, which are not without dropout."""
-    places = {argument.name: index for index, argument in enumerate(op._schema.arguments)}
-    index = places.get("dropout_p")
-    if index is None or torch.Tag.nondeterministic_seeded not in op.tags:
-        return torch.Tag.nondeterministic_seeded in op.tags
-    given = args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)
-    return not (isinstance(given, float) and given == 0.0)
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return not (isinstance(given, float) and given == 0.0)
+    return True
 
 
 def _is_number(op: Any, argument: Any, value: Any) -> bool:

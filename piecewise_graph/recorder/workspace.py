@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from piecewise_graph import _torch
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.recorder.padding_proofs import PaddingProofs
@@ -52,9 +51,6 @@ class Workspace:
                 values[index] = given.constant
             elif given.opaque or given.merged:  # graphs alone hold what is merged, see merged_weights.py
                 values[index] = args[index]
-            elif index in self.program.static_writes and _torch.is_plain_tensor(args[index]):
-                # Its address is compared before every replay, and another cache may come to lie there.
-                values[index] = _torch.weak_alias(args[index])
             elif given.bound and index in self.program.last_use:
                 # detached: keeps the storage itself alive when the parameter's data is swapped
                 values[index] = args[index].detach()

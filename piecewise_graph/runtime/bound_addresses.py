@@ -58,9 +58,9 @@ class BoundAddresses:
         """Nothing is captured any more."""
         self._known = None
 
-    def hold(self, args: Sequence[Any], *, captured: bool = False) -> bool:
-        """These arguments lie where graphs read them; where none do, it is true unless `captured`."""
-        return not captured if self._known is None else self._found(args) == self._known.addresses
+    def hold(self, args: Sequence[Any]) -> bool:
+        """These arguments lie where graphs read them, if any do."""
+        return self._known is None or self._found(args) == self._known.addresses
 
     def check(self, args: Sequence[Any]) -> None:
         """Compare a call's addresses with those that graphs hold, if any do.

@@ -28,7 +28,6 @@ from piecewise_graph.compiler.other_forms import with_activations
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.runtime.bound_addresses import Replaced
 from piecewise_graph.runtime.model_state import FindState, ModelState
-from piecewise_graph.runtime.retired import Retired
 from piecewise_graph.runtime.runtime import Runtime
 from piecewise_graph.runtime.unsplit import UnsplitRuntime
 from piecewise_graph.runtime.without_graphs import Rehearsals
@@ -113,7 +112,6 @@ class _Runtimes(ABC):
         self._telling = sorted({self._weights[0], self._weights[-1]}) if self._weights else []
         self._all: dict[Key, list[AnyRuntime]] = {}
         self._states: dict[Key, Any] = {}  # by the weights that tell models apart
-        self._watchers: weakref.WeakKeyDictionary[AnyRuntime, list[Any]] = weakref.WeakKeyDictionary()
 
     @abstractmethod
     def _make(self, state: Any, bound: Bound, objects: Objects) -> AnyRuntime: ...
@@ -148,18 +146,14 @@ class _Runtimes(ABC):
         del self._all[key][_MOST_RUNTIMES:]
         if self._objects:
             self._forget_oldest(key)
-        self._watchers[runtime] = []
-        weakref.finalize(runtime, _detach, self._watchers[runtime])  # weights outlive those of single caches
-        self._watch(key, runtime, args, self._indices)
-        return runtime
-
-    def _watch(self, key: Key, runtime: AnyRuntime, args: Sequence[Any], indices: Iterable[int]) -> None:
-        """A tensor that dies takes its graphs along, or retires them; the trace may have died before."""
-        drop, watchers = weakref.WeakMethod(self._drop), self._watchers[runtime]
-        watchers[:] = [watcher for watcher in watchers if watcher.alive]
-        watchers += [
-            weakref.finalize(args[index], _call, drop, key, weakref.ref(runtime), index) for index in indices
+        # A tensor that dies takes its graphs along; the trace may have died before.
+        drop = weakref.WeakMethod(self._drop)
+        watchers = [
+            weakref.finalize(args[index], _call, drop, key, weakref.ref(runtime), index in self._telling)
+            for index in self._indices
         ]
+        weakref.finalize(runtime, _detach, watchers)  # weights outlive the runtimes of single caches
+        return runtime
 
     def _state(self, args: Sequence[Any]) -> Any:
         """Of the model: a state outlives the runtimes of single caches."""
@@ -182,17 +176,14 @@ class _Runtimes(ABC):
         for other in same[:-_MOST_OBJECTS]:
             _end(self._all.pop(other))
 
-    def _drop(self, key: Key, runtime: weakref.ref[AnyRuntime], index: int) -> None:
-        """The tensor at `index` of a runtime died."""
-        _end(self._removed(key, runtime()))
-
-    def _removed(self, key: Key, gone: AnyRuntime | None) -> list[AnyRuntime]:
-        """No call finds `gone` any more; returned if one could."""
+    def _drop(self, key: Key, runtime: weakref.ref[AnyRuntime], is_model: bool) -> None:
+        """Forget a runtime; with `is_model` the id of a weight that tells models apart is free."""
+        gone = runtime()
         known = self._all.pop(key, [])
         left = [other for other in known if other is not gone]
+        _end(other for other in known if other is gone)
         if left:
             self._all[key] = left
-        return [other for other in known if other is gone]
 
 
 def _end(runtimes: Iterable[AnyRuntime]) -> None:
@@ -238,7 +229,6 @@ class _SplitRuntimes(_Runtimes):
         self._stood: dict[Key, dict[int, weakref.ref[Tensor]]] = {}  # buffers and attributes of a model
         self._changes: Counter[tuple[Key, int]] = Counter()
         self._rehearsals: weakref.WeakKeyDictionary[ModelState, Rehearsals] = weakref.WeakKeyDictionary()
-        self._retired = Retired()
         bound = program.bound_arguments(example_inputs)
         super().__init__(find_state, bound, weights, program.split.opaque)
 
@@ -259,26 +249,11 @@ class _SplitRuntimes(_Runtimes):
             self._rehearsals.clear()
             self._indices = [index for index in self._indices if index not in often]
             _end(runtime for runtimes in self._all.values() for runtime in runtimes)
-            _end(self._retired.drop_all())
             self._all.clear()
-        return self._taken_back(key, args) or super()._add(args)
+        return super()._add(args)
 
-    def _taken_back(self, key: Key, args: Sequence[Any]) -> AnyRuntime | None:
-        """A runtime whose static tensors died, if those of this call lie where they lay."""
-        runtime = self._retired.take(key, args)
-        if runtime is not None:
-            runtime.take_over(args)
-            self._all.setdefault(key, []).insert(0, runtime)
-            self._watch(key, runtime, args, self._program.static_writes)
-        return runtime
-
-    def _drop(self, key: Key, runtime: weakref.ref[AnyRuntime], index: int) -> None:
-        gone, is_model = self._removed(key, runtime()), index in self._telling
-        if index in self._program.static_writes and not is_model:
-            retired = (each for each in gone if isinstance(each, Runtime))
-            _end(other for each in retired for other in self._retired.add(key, each))
-            return
-        _end([*gone, *(self._retired.drop(key) if is_model else self._retired.remove(key, runtime()))])
+    def _drop(self, key: Key, runtime: weakref.ref[AnyRuntime], is_model: bool) -> None:
+        super()._drop(key, runtime, is_model)
         if is_model:  # another model may get this key
             self._stood.pop(key, None)
             self._changes = Counter({at: count for at, count in self._changes.items() if at[0] != key})

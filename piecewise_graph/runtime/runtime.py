@@ -173,13 +173,6 @@ class Runtime:
                 ready = self._bind(decision, num_tokens, context)
         return ready
 
-    def take_over(self, args: Sequence[Any]) -> None:
-        """Serve these tensors, which lie where those lay that graphs were captured for."""
-        self.bound = {index: weakref.ref(args[index]) for index in self.bound}
-        self.addresses.remember(args)
-        for each in self.several.runtimes if self.several is not None else ():
-            each.take_over(args)
-
     def drop_graphs(self) -> None:
         """Forget tapes, their buffers, and what could not be captured; the next calls capture again."""
         self._begin_again(self._whole)
@@ -202,8 +195,7 @@ class Runtime:
     def to_plan(self, number: int) -> TraceToPlan | None:
         """See `Trace.to_plan`."""
         served = [size for size in self.sizes if size not in self.invalid and size > 0]
-        is_retired = any(tensor() is None for tensor in self.bound.values())
-        if self.program.blocked is not None or not served or is_retired:
+        if self.program.blocked is not None or not served:
             return None
         return TraceToPlan(number, self.program, self._weights, served, max(self.sizes), self.state.proofs)
 

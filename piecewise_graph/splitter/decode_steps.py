@@ -58,7 +58,7 @@ def _is_decode_step(gm: GraphModule) -> bool:
 def _make_dense(graph: Graph, attention: Node) -> None:
     """Copy keys and values that are expanded (Note [Expanded keys] in dense_keys.py)."""
     given = dict(bind_arguments(attention.target, attention.args, attention.kwargs))
-    for node in {given["key"], given["value"]}:
+    for node in dict.fromkeys((given["key"], given["value"])):
         seen = _torch.example_value(node)
         if 0 not in seen.stride():
             continue
