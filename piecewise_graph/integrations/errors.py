@@ -9,13 +9,13 @@ class IntegrationError(PiecewiseError):
     """A serving stack and this library do not fit together, or not with these settings."""
 
     @classmethod
-    def hook_missing(cls, hook: str, stack: str, version: str) -> IntegrationError:
+    def hook_missing(cls, hook: str, stack: str, version: str, written_for: str) -> IntegrationError:
         what = f"{stack} {version} has no {hook}, which backend='piecewise' is attached to."
-        return cls(what, f"use {stack} 0.23.0, which this was written for, or leave the backend out.")
+        return cls(what, f"use {stack} {written_for}, which this was written for, or leave the backend out.")
 
     @classmethod
-    def unsupported(cls, setting: str, remedy: str) -> IntegrationError:
-        return cls(f"backend='piecewise' does not serve a model with {setting}.", remedy)
+    def unsupported(cls, setting: str, remedy: str, ours: str = "backend='piecewise'") -> IntegrationError:
+        return cls(f"{ours} does not serve a model with {setting}.", remedy)
 
     @classmethod
     def never_called(cls, part: str) -> IntegrationError:

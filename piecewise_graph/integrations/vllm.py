@@ -28,6 +28,7 @@ from importlib import import_module
 from typing import Any
 
 from piecewise_graph.integrations.errors import IntegrationError
+from piecewise_graph.integrations.stacks import VLLM
 
 BACKEND = "piecewise"
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
@@ -44,8 +45,7 @@ def register() -> None:
     config = import_module("vllm.config").VllmConfig
     post_init = getattr(config, "__post_init__", None)
     if post_init is None:
-        error = IntegrationError.hook_missing("vllm.config.VllmConfig.__post_init__", "vLLM", version())
-        log.warning("%s", error)
+        log.warning("%s", VLLM.missing("vllm.config.VllmConfig.__post_init__"))
     elif not hasattr(post_init, "configures_piecewise"):
         config.__post_init__ = _configuring(post_init)
 
@@ -68,24 +68,6 @@ def _configuring(post_init: Callable[..., None]) -> Callable[..., None]:
 def is_asked_for(config: Any) -> bool:
     """The user chose this backend."""
     return getattr(getattr(config, "compilation_config", None), "backend", None) == BACKEND
-
-
-def version() -> str:
-    """vLLM's version, as text."""
-    return str(getattr(import_module("vllm"), "__version__", "of an unknown version"))
-
-
-def required(owner: Any, name: str, of: str) -> Any:
-    """The attribute `name`, dots allowed, of a part of vLLM that is called `of`.
-
-    Raises:
-        IntegrationError: it is not there.
-    """
-    for part in name.split("."):
-        if not hasattr(owner, part):
-            raise IntegrationError.hook_missing(f"{of}.{name}", "vLLM", version())
-        owner = getattr(owner, part)
-    return owner
 
 
 # --- what is refused ----------------------------------------------------------------------------------
@@ -132,27 +114,29 @@ def refuse(config: Any) -> None:
         for name, told, remedy in settings:
             if name.startswith("model_config.") and not has_model:
                 continue
-            value = required(config, name, "VllmConfig")
+            value = VLLM.required(config, name, "VllmConfig")
             if value and value != harmless:
                 raise IntegrationError.unsupported(told, remedy)
-    if has_model and required(config, "model_config.runner_type", "VllmConfig") != "generate":
+    if has_model and VLLM.required(config, "model_config.runner_type", "VllmConfig") != "generate":
         raise IntegrationError.unsupported("pooling instead of generation", "leave the backend out.")
     envs = import_module("vllm.envs")
-    if required(envs, "VLLM_USE_V2_MODEL_RUNNER", "vllm.envs"):
+    if VLLM.required(envs, "VLLM_USE_V2_MODEL_RUNNER", "vllm.envs"):
         raise IntegrationError.unsupported(
             "vLLM's second model runner", "unset VLLM_USE_V2_MODEL_RUNNER; the first one serves this backend."
         )
-    if required(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", "vllm.envs"):
+    if VLLM.required(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", "vllm.envs"):
         raise IntegrationError.unsupported("breakable graphs", "unset VLLM_USE_BREAKABLE_CUDAGRAPH.")
     _refuse_compilation(config.compilation_config)
 
 
 def _refuse_compilation(compilation: Any) -> None:
-    modes = required(import_module("vllm.config.compilation"), "CompilationMode", "vllm.config.compilation")
-    stock = required(modes, "STOCK_TORCH_COMPILE", "CompilationMode")
-    if required(compilation, "mode", "CompilationConfig") not in (None, stock):
+    modes = VLLM.required(
+        import_module("vllm.config.compilation"), "CompilationMode", "vllm.config.compilation"
+    )
+    stock = VLLM.required(modes, "STOCK_TORCH_COMPILE", "CompilationMode")
+    if VLLM.required(compilation, "mode", "CompilationConfig") not in (None, stock):
         raise IntegrationError.unsupported(f"compilation mode {compilation.mode}", "leave the mode out.")
-    graphs = required(compilation, "cudagraph_mode", "CompilationConfig")
+    graphs = VLLM.required(compilation, "cudagraph_mode", "CompilationConfig")
     if graphs is not None and graphs.name not in _GRAPH_MODES:
         raise IntegrationError.unsupported(
             f"cudagraph_mode {graphs.name}", f"leave it out, or choose one of {', '.join(_GRAPH_MODES)}."
@@ -169,14 +153,14 @@ def configure(config: Any) -> None:
         IntegrationError: vLLM has no such setting.
     """
     module, compilation = import_module("vllm.config.compilation"), config.compilation_config
-    compilation.mode = required(module, "CompilationMode.STOCK_TORCH_COMPILE", "vllm.config.compilation")
+    compilation.mode = VLLM.required(module, "CompilationMode.STOCK_TORCH_COMPILE", "vllm.config.compilation")
     if compilation.cudagraph_mode is None:
-        full_decode = required(module, "CUDAGraphMode.FULL_DECODE_ONLY", "vllm.config.compilation")
+        full_decode = VLLM.required(module, "CUDAGraphMode.FULL_DECODE_ONLY", "vllm.config.compilation")
         compilation.cudagraph_mode = full_decode
-    custom_ops = required(compilation, "custom_ops", "CompilationConfig")
+    custom_ops = VLLM.required(compilation, "custom_ops", "CompilationConfig")
     if not {"all", "none"} & set(custom_ops):
         custom_ops.append("none")
-    priorities = required(config, "kernel_config.ir_op_priority", "VllmConfig")
+    priorities = VLLM.required(config, "kernel_config.ir_op_priority", "VllmConfig")
     for field in fields(priorities):
         if getattr(priorities, field.name) == []:
             setattr(priorities, field.name, ["native"])
@@ -189,7 +173,7 @@ def take_worker(config: Any) -> None:
         IntegrationError: the platform or the user chose another one.
     """
     parallel = config.parallel_config
-    chosen = required(parallel, "worker_cls", "ParallelConfig")
+    chosen = VLLM.required(parallel, "worker_cls", "ParallelConfig")
     if chosen not in (WORKER, OUR_WORKER):
         raise IntegrationError.unsupported(f"worker class {chosen!r}", f"use a GPU, and vLLM's own {WORKER}.")
     parallel.worker_cls = OUR_WORKER

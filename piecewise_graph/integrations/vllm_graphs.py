@@ -27,9 +27,10 @@ import torch
 from torch import Tensor, nn
 
 import piecewise_graph as pg
-from piecewise_graph.errors import CaptureError, FreezeError, NotCompiledError
+from piecewise_graph.errors import FreezeError, NotCompiledError
+from piecewise_graph.integrations.captures import capture_sizes
 from piecewise_graph.integrations.errors import IntegrationError
-from piecewise_graph.integrations.vllm import required
+from piecewise_graph.integrations.stacks import VLLM
 
 log = logging.getLogger("vllm.piecewise_graph")
 
@@ -54,7 +55,7 @@ def register_splitting_ops(compilation: Any) -> None:
     Raises:
         IntegrationError: vLLM has no list of them.
     """
-    for name in (*required(compilation, "_attention_ops", "CompilationConfig"), *_KV_UPDATES):
+    for name in (*VLLM.required(compilation, "_attention_ops", "CompilationConfig"), *_KV_UPDATES):
         pg.register_splitting_op(name, capturable=True)
     for name in _HOST_BOUND:
         pg.register_splitting_op(name)
@@ -84,7 +85,7 @@ class ServedModel:
         self.captures_full = False
         self._forward = module.forward  # `module(...)` would come back here
         self._context: Callable[[], Any] = import_module("vllm.forward_context").get_forward_context
-        self._full_mode = required(
+        self._full_mode = VLLM.required(
             import_module("vllm.config.compilation"), "CUDAGraphMode.FULL", "vllm.config.compilation"
         )
         self._compiled: Any = None
@@ -135,26 +136,16 @@ class ServedModel:
     def _capture_full(self, inputs: Inputs, fields: Mapping[str, Any]) -> None:
         size = self._count(inputs)
         if size in self.sizes:
-            self._capture([size], lambda _: dict(inputs), lambda _: fields, progress=False)
+            options = {"context": lambda _: fields, "progress": False}
+            capture_sizes(self._compiled, self.part, [size], lambda _: dict(inputs), log, **options)
 
     def capture_pieces(self) -> int:
         """Capture the piecewise graphs of all sizes, largest first; the bytes that they took."""
         sizes = [size for size in self.sizes if size <= self._largest()]
         if not sizes:
             return 0
-        report = self._capture(sizes, self._inputs, None, progress=True)
+        report = capture_sizes(self._compiled, self.part, sizes, self._inputs, log)
         return report.pool_bytes + report.buffer_bytes if report is not None else 0
-
-    def _capture(self, sizes: list[int], make_inputs: Any, context: Any, progress: bool) -> Any:
-        """A size that cannot be captured costs itself: its calls run compiled, and are counted."""
-        try:
-            report = pg.capture(self._compiled, make_inputs, sizes=sizes, context=context, progress=progress)
-        except CaptureError as error:
-            log.warning("%s model, %s tokens: not captured: %s", self.part, sizes, error)
-            return None
-        for size, why in report.failed.items():
-            log.warning("%s model, %d tokens: not captured: %s", self.part, size, why)
-        return report
 
     def planned_bytes(self) -> int:
         """What piecewise graphs of all sizes will take.
@@ -234,9 +225,9 @@ class RunnerGraphs:
         self.runner = runner
         self.models: list[ServedModel] = []
         self.captured = False
-        required(runner, "profile_cudagraph_memory", "GPUModelRunner")
-        self._capture_model = required(runner, "capture_model", "GPUModelRunner")
-        self._set_context = required(
+        VLLM.required(runner, "profile_cudagraph_memory", "GPUModelRunner")
+        self._capture_model = VLLM.required(runner, "capture_model", "GPUModelRunner")
+        self._set_context = VLLM.required(
             import_module("vllm.forward_context"), "set_forward_context", "vllm.forward_context"
         )
         runner.profile_cudagraph_memory = self.planned_bytes
@@ -249,17 +240,17 @@ class RunnerGraphs:
             IntegrationError: vLLM lacks what that needs.
         """
         runner = self.runner
-        compilation = required(runner, "compilation_config", "GPUModelRunner")
+        compilation = VLLM.required(runner, "compilation_config", "GPUModelRunner")
         register_splitting_ops(compilation)
-        given = required(compilation, "cudagraph_capture_sizes", "CompilationConfig") or []
-        sizes = graph_sizes(given, required(runner, "uniform_decode_query_len", "GPUModelRunner"))
-        self.models = [ServedModel(required(runner, "model", "GPUModelRunner"), "target", sizes)]
+        given = VLLM.required(compilation, "cudagraph_capture_sizes", "CompilationConfig") or []
+        sizes = graph_sizes(given, VLLM.required(runner, "uniform_decode_query_len", "GPUModelRunner"))
+        self.models = [ServedModel(VLLM.required(runner, "model", "GPUModelRunner"), "target", sizes)]
         _send_calls(runner.model, self.models[0])
         speculative = getattr(runner, "speculative_config", None)
         if speculative is None:
             return
-        if required(speculative, "use_eagle", "SpeculativeConfig")():
-            draft = required(runner, "drafter.model", "GPUModelRunner")
+        if VLLM.required(speculative, "use_eagle", "SpeculativeConfig")():
+            draft = VLLM.required(runner, "drafter.model", "GPUModelRunner")
             self.models.append(ServedModel(draft, "draft", sizes))
             _send_calls(draft, self.models[1])
         else:
@@ -313,5 +304,5 @@ class RunnerGraphs:
 
 def _send_calls(module: nn.Module, served: ServedModel) -> None:
     """Where vLLM has put its torch.compile of the module, which was not called yet."""
-    required(module, "_compiled_call_impl", "torch.nn.Module")
+    VLLM.required(module, "_compiled_call_impl", "torch.nn.Module")
     module._compiled_call_impl = served

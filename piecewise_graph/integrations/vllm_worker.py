@@ -6,14 +6,14 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
-from piecewise_graph.integrations.errors import IntegrationError
-from piecewise_graph.integrations.vllm import WORKER, required, version
+from piecewise_graph.integrations.stacks import VLLM
+from piecewise_graph.integrations.vllm import WORKER
 from piecewise_graph.integrations.vllm_graphs import RunnerGraphs
 
 try:
     from vllm.v1.worker.gpu_worker import Worker
 except ImportError as error:
-    raise IntegrationError.hook_missing(WORKER, "vLLM", version()) from error
+    raise VLLM.missing(WORKER) from error
 
 _METHODS = (
     "init_device",
@@ -37,12 +37,12 @@ def check_hooks() -> None:
         IntegrationError: with the name of the first thing that is missing.
     """
     for name in _METHODS:
-        required(Worker, name, WORKER)
-    context = required(import_module("vllm.forward_context"), "ForwardContext", "vllm.forward_context")
+        VLLM.required(Worker, name, WORKER)
+    context = VLLM.required(import_module("vllm.forward_context"), "ForwardContext", "vllm.forward_context")
     names = {field.name for field in fields(context)}
     for name in _CONTEXT:
         if name not in names:
-            raise IntegrationError.hook_missing(f"ForwardContext.{name}", "vLLM", version())
+            raise VLLM.missing(f"ForwardContext.{name}")
 
 
 class PiecewiseWorker(Worker):
