@@ -151,10 +151,10 @@ class TcPiecewiseCudaGraphBackend:
         self._compile_config = self.build_compilation_config(runner.model_runner.server_args)
         self.runner, inner = runner, runner.model_runner.model.model
         with enable_graph():
-            runner._run_dummy_forward(runner.capture_num_tokens[0])
+            runner._run_dummy_forward(num_tokens=runner.capture_num_tokens[0])
             self.install_compile(inner, compile_config=self._compile_config, graph_pool=None)
             for size in reversed(runner.capture_num_tokens):
-                runner._run_dummy_forward(size)
+                runner._run_dummy_forward(num_tokens=size)
         self._compiled_fn: Callable[..., Any] | None = runner.model_runner.model.forward
 
     @staticmethod
@@ -215,12 +215,12 @@ class PrefillCudaGraphRunner:
         with self.backend.capture_session(None):
             for size in reversed(self.capture_num_tokens):
                 key = types.SimpleNamespace(size=size)
-                self.backend.capture_one(key, lambda size=size: self._run_dummy_forward(size))
+                self.backend.capture_one(key, lambda size=size: self._run_dummy_forward(num_tokens=size))
         self.kv.zero_()
 
-    def _run_dummy_forward(self, size: int) -> None:
-        with self._forward_context(size):
-            batch = self._batch(size)
+    def _run_dummy_forward(self, num_tokens: int) -> None:
+        with self._forward_context(num_tokens):
+            batch = self._batch(num_tokens)
             self.model_runner.model(batch.input_ids, batch.positions, batch)
 
     def _batch(self, size: int) -> ForwardBatch:
