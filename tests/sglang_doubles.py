@@ -122,8 +122,10 @@ class InnerModel(nn.Module):
         positions: Tensor,
         forward_batch: ForwardBatch,
         input_embeds: Tensor | None = None,
+        **more: float,
     ) -> Tensor:
         x = (self.embed(input_ids) if input_embeds is None else input_embeds) + self.place(positions)
+        x = x * more.get("scale", 1.0)
         for layer in self.layers:
             x = layer(x)
         return x
@@ -137,7 +139,7 @@ class CausalLM(nn.Module):
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch) -> Tensor:
-        hidden = self.model(input_ids, positions, forward_batch)
+        hidden = self.model(input_ids, positions, forward_batch, scale=0.5)
         return self.head(hidden[_context["raw_num_tokens"] - 1])
 
 

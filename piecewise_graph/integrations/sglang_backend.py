@@ -107,7 +107,7 @@ class ServedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_in_tc_piecewise_cuda_graph():
             return self._forward(*args, **kwargs)
-        inputs = self._signature.bind(*args, **kwargs).arguments
+        inputs = self._named(args, kwargs)
         if self._compiled is None:
             self._compile(inputs)
         if self._captures:
@@ -131,6 +131,14 @@ class ServedModel:
         """The module has its own forward again; graphs go with the last reference to this."""
         vars(self._module).pop("forward", None)
         self._compiled = None
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A call's arguments, all of them as keywords."""
+        named = dict(self._signature.bind(*args, **kwargs).arguments)
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named |= named.pop(parameter.name, {})
+        return named
 
     def _compile(self, inputs: dict[str, Any]) -> None:
         dims = {name: dim for name, dim in _TOKEN_DIM.items() if isinstance(inputs.get(name), Tensor)}
