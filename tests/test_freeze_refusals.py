@@ -8,7 +8,7 @@ import models
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import Blocks, assert_same, compiled, frozen, ops, rows
+from toys import WIDTH, Blocks, assert_same, compiled, frozen, ops, rows
 
 import piecewise_graph as pg
 from piecewise_graph.errors import AddressMovedError, FreezeError, InputError
@@ -130,6 +130,31 @@ def test_rebind_after_weights_were_replaced(
     call.rebind()
     for _ in range(3):
         assert_same(call(x), model(x))
+
+
+def test_rebind_takes_graphs_of_all_sizes_along(device: torch.device) -> None:
+    """A trace of several sizes has a runtime for each combination that returned."""
+
+    class Batched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return ops.mix(self.linear(x.flatten(0, -2))).view(x.shape) * 2
+
+    model = Batched().to(device)
+    options = {"compiler": "eager", "batch_sizes": []}
+    fast = torch.compile(model, backend="piecewise", dynamic=True, options=options)
+    inputs = [torch.randn(*sizes, WIDTH, device=device) for sizes in ((2, 4), (3, 5))]
+    for x in 3 * inputs:
+        fast(x)
+    call = pg.freeze(fast, inputs[0])
+    model.linear.weight.data = torch.randn(WIDTH, WIDTH, device=device)
+    call.rebind()
+    for x in 3 * inputs:
+        assert_same(fast(x), model(x))
+    assert_same(call(inputs[0]), model(inputs[0]))
 
 
 def test_check_always_refuses_a_moved_weight(model: Blocks, device: torch.device) -> None:

@@ -176,6 +176,8 @@ class Runtime:
     def drop_graphs(self) -> None:
         """Forget tapes, their buffers, and what could not be captured; the next calls capture again."""
         self._begin_again(self._whole)
+        for each in self.several.runtimes if self.several is not None else ():
+            each.drop_graphs()
 
     def _begin_again(self, program: Program) -> None:
         self.program = program
