@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -172,6 +173,20 @@ def test_caches_that_come_and_go_leave_nothing_behind(device: torch.device) -> N
     for _ in range(20):
         check(fast, model, (4,), static_cache(device), static_cache(device))
     assert watchers() == before
+
+
+def test_threads_have_caches_of_their_own(device: torch.device) -> None:
+    model = Decoder().to(device)
+    fast = torch.compile(model, backend="piecewise", dynamic=False, options={"compiler": "eager"})
+    check(fast, model, (4,), static_cache(device), static_cache(device))
+
+    def work(_: int) -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                check(fast, model, (4, 4, 4), static_cache(device), static_cache(device))
+
+    with pg.counters.expect(traces=0, fallbacks=0), ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
 
 
 def test_a_second_cache_of_fixed_sizes_needs_no_rehearsal(device: torch.device) -> None:

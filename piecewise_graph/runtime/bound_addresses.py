@@ -58,6 +58,11 @@ class BoundAddresses:
         """Nothing is captured any more."""
         self._known = None
 
+    @property
+    def captured(self) -> bool:
+        """Graphs read them."""
+        return self._known is not None
+
     def hold(self, args: Sequence[Any]) -> bool:
         """These arguments lie where graphs read them, if any do."""
         return self._known is None or self._found(args) == self._known.addresses

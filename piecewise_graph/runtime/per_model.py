@@ -79,6 +79,7 @@ def _forward(runtimes: _Runtimes, example_inputs: Sequence[Any]) -> Callable[...
         except Replaced:
             runtime = runtimes.instead_of(args)
             outputs = _answer(runtime, args)
+            runtimes.show(args, runtime)
         channel.leave(runtime, args, outputs)
         return outputs
 
@@ -119,17 +120,29 @@ class _Runtimes(ABC):
     def of(self, args: Sequence[Any]) -> AnyRuntime:
         """The runtime that served these weights last."""
         found = self._all.get(self._key(args))
-        return found[0] if found else self._add(args)
+        if found:
+            return found[0]
+        runtime = self._new(args)
+        self.show(args, runtime)
+        return runtime
 
     def instead_of(self, args: Sequence[Any]) -> AnyRuntime:
-        """The runtime for a call whose tensors are not those that the one of these weights captured."""
-        found = self._all.get(self._key(args), [])
-        for other in found:
-            if isinstance(other, Runtime) and other.addresses.hold(args):
-                found.remove(other)
-                found.insert(0, other)  # asked first next time
-                return other
-        return self._add(args)
+        """The runtime for a call whose tensors are not those that the one of these weights captured.
+
+        A new one is to be shown when it has answered: until then no other thread captures its own tensors.
+        """
+        found = (each for each in self._all.get(self._key(args), ()) if isinstance(each, Runtime))
+        held = next((each for each in found if each.addresses.captured and each.addresses.hold(args)), None)
+        return self._new(args) if held is None else held
+
+    def show(self, args: Sequence[Any], runtime: AnyRuntime) -> None:
+        """Calls with these weights ask `runtime` first, from now on."""
+        key = self._key(args)
+        known = [runtime, *(each for each in self._all.get(key, ()) if each is not runtime)]
+        self._all[key] = known[:_MOST_RUNTIMES]
+        _end(known[_MOST_RUNTIMES:])
+        if self._objects:
+            self._forget_oldest(key)
 
     def _key(self, args: Sequence[Any]) -> Key:
         return (
@@ -137,15 +150,10 @@ class _Runtimes(ABC):
             *(_torch.comparable(args[index]) for index in self._objects),
         )
 
-    def _add(self, args: Sequence[Any]) -> AnyRuntime:
+    def _new(self, args: Sequence[Any]) -> AnyRuntime:
         key, state = self._key(args), self._state(args)
         objects = {index: args[index] for index in self._objects}
         runtime = self._make(state, [(index, args[index]) for index in self._indices], objects)
-        self._all.setdefault(key, []).insert(0, runtime)
-        _end(self._all[key][_MOST_RUNTIMES:])
-        del self._all[key][_MOST_RUNTIMES:]
-        if self._objects:
-            self._forget_oldest(key)
         # A tensor that dies takes its graphs along; the trace may have died before.
         drop = weakref.WeakMethod(self._drop)
         watchers = [
@@ -236,7 +244,7 @@ class _SplitRuntimes(_Runtimes):
         rehearsals = self._rehearsals.setdefault(state, Rehearsals())
         return Runtime(self._program, state, self._program.static_tokens, bound, objects, rehearsals)
 
-    def _add(self, args: Sequence[Any]) -> AnyRuntime:
+    def _new(self, args: Sequence[Any]) -> AnyRuntime:
         key = self._key(args)
         kept = {*self._weights, *self._program.static_writes}  # a copy would not be written for good
         values = [index for index in self._indices if index not in kept]
@@ -250,7 +258,7 @@ class _SplitRuntimes(_Runtimes):
             self._indices = [index for index in self._indices if index not in often]
             _end(runtime for runtimes in self._all.values() for runtime in runtimes)
             self._all.clear()
-        return super()._add(args)
+        return super()._new(args)
 
     def _drop(self, key: Key, runtime: weakref.ref[AnyRuntime], is_model: bool) -> None:
         super()._drop(key, runtime, is_model)
