@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import multiprocessing
 import os
 import sys
@@ -61,6 +62,7 @@ from benchmarks import (
     stack_quantised,
 )
 from benchmarks.common import RESULTS, table, without_out, write
+from benchmarks.stack_plot import plot
 from benchmarks.stack_report import KEYS, marks_of, matrix
 from benchmarks.stack_setting import Measure, Row, Setting
 
@@ -203,7 +205,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=9 if on_gpu else 1, help="cases that compile at once")
     parser.add_argument("--patience", type=float, default=1800, help="seconds until cases are ready")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_stacks.json")
+    parser.add_argument("--report", action="store_true", help="table and plot of results that are there")
     options = parser.parse_args(given)
+    if options.report:
+        rows = json.loads(options.out.read_text())["rows"]
+        print(matrix(rows))
+        print(plot(rows, options.out.with_suffix(".png")))
+        return 0
     setting = Setting(torch.device("cuda" if on_gpu else "cpu"), options.compiler, options.rounds)
     cores = os.cpu_count() or 1
     threads = max(cores // options.jobs, 1)
@@ -217,6 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
             write(options.out, command, rows, marks_of(rows), report=False)
     write(options.out, command, rows, marks_of(rows))
     print(matrix(rows))
+    print(plot(rows, options.out.with_suffix(".png")))
     print(table(rows, (*KEYS, "side", "ms", "replayed", "error", "first_other_token", "same_answers")))
     return 0
 

@@ -25,8 +25,8 @@ def marks_of(rows: Sequence[Row]) -> list[Mark]:
     marks = [Mark("cases that failed", sum("error" in row and "side" not in row for row in rows), 0)]
     for key, sides in _cases(rows):
         name = " ".join(str(part) for part in key if part is not None)
-        unserved, beside = LIMITS[key[0]]
-        for side, (other, limit) in beside.items():
+        unserved, ways = LIMITS[key[0]]
+        for side, (other, limit) in ways.items():
             if side not in sides:
                 continue
             label, ours = f"{name}: {side}", sides[side]
@@ -39,18 +39,23 @@ def marks_of(rows: Sequence[Row]) -> list[Mark]:
     return marks
 
 
+def beside(rows: Sequence[Row]) -> Iterator[tuple[str, Row, str, Row | None]]:
+    """(what it is, ours, name of the other side, the other side if it is there) of each way of ours."""
+    for key, sides in _cases(rows):
+        ways = LIMITS[key[0]][1]
+        for side, (other, _) in ways.items():
+            if side in sides:
+                what = _what(sides[side])
+                yield f"{what}, {side}" if len(ways) > 1 else what, sides[side], other, sides.get(other)
+
+
 def matrix(rows: Sequence[Row]) -> str:
     """A line of Markdown per way of ours: what it was, how much was replayed, beside whom, and how right."""
     lines = ["| what | replayed | ms | other side, ms | times as fast | right |", "|---|---|---|---|---|---|"]
-    for key, sides in _cases(rows):
-        for side, (other, _) in LIMITS[key[0]][1].items():
-            if side not in sides:
-                continue
-            ours, theirs = sides[side], sides.get(other)
-            beside = f"{other}, {theirs['ms']:.2f} | {theirs['ms'] / ours['ms']:.2f}" if theirs else "- | -"
-            what = f"{_what(ours)}, {side}" if len(LIMITS[key[0]][1]) > 1 else _what(ours)
-            cells = what, f"{ours['replayed']:.1%}", f"{ours['ms']:.2f}", beside, _right(ours, theirs)
-            lines.append(f"| {' | '.join(cells)} |")
+    for what, ours, other, theirs in beside(rows):
+        there = f"{other}, {theirs['ms']:.2f} | {theirs['ms'] / ours['ms']:.2f}" if theirs else "- | -"
+        cells = what, f"{ours['replayed']:.1%}", f"{ours['ms']:.2f}", there, _right(ours, theirs)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

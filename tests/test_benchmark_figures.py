@@ -125,6 +125,18 @@ def test_the_tables_of_stacks_are_made_from_their_results(name: str) -> None:
     assert [mark.as_row() for mark in marks_of(found["rows"])] == found["marks"]
 
 
+@pytest.mark.parametrize("name", ["bench_stacks", "bench_stacks_more"])
+def test_stacks_are_plotted(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark, out = importlib.import_module("benchmarks.bench_stacks"), tmp_path / f"{name}.json"
+    out.write_text((Path(__file__).parents[1] / "benchmarks" / "results" / out.name).read_text())
+    assert benchmark.main(["--report", "--out", str(out)]) == 0
+    told, drawn = capsys.readouterr().out, out.with_suffix(".png").exists()
+    assert "| embed bert-base | 100.0% |" in told
+    assert told.splitlines()[-1] == (
+        f"plotted {name}.png" if drawn else "no plot: matplotlib is not installed"
+    )
+
+
 def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
     benchmark = importlib.import_module("benchmarks.compare_commits")
     common = importlib.import_module("benchmarks.common")
