@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -21,6 +22,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # How long an example takes depends on what else the machine does.
 settings.register_profile("piecewise", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("piecewise")
+
+# pytest listens to loggers that do not hand on what they get. Torch's trace log is one, which describes every
+# tensor and guard of a trace as soon as somebody listens: a tenth of the time of all tests.
+logging.getLogger("torch.__trace").propagate = True
 
 # What torch has made by now stays: the collector need not look at it again and again.
 gc.collect()
