@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from piecewise_graph import _torch
+from piecewise_graph.splitter.segment_builder import copied
 from piecewise_graph.splitter.splitting_ops import (
     INSIDE,
-    TORCH_ATTENTION,
     bind_arguments,
+    is_plain_attention,
     may_write,
     splitting_op_of,
 )
@@ -22,24 +23,17 @@ from piecewise_graph.splitter.splitting_ops import (
 
 def with_attention_inside(gm: GraphModule) -> GraphModule:
     """A copy of `gm` that is not cut at attention; `gm` itself where that has to be cut."""
-    cuts = [node for node in gm.graph.nodes if splitting_op_of(node) is not None]
-    if not cuts or not all(map(_is_attention, cuts)) or not _is_decode_step(gm):
+    pairs = ((node, splitting_op_of(node)) for node in gm.graph.nodes)
+    cuts = {node: op for node, op in pairs if op is not None}
+    plain = (is_plain_attention(op, node.target, node.args, node.kwargs) for node, op in cuts.items())
+    if not cuts or not all(plain) or not _is_decode_step(gm):
         return gm
-    graph, copies = Graph(), dict[Node, Node]()
-    output = graph.output(graph.graph_copy(gm.graph, copies))
-    output.meta = dict(gm.graph.output_node().meta)
+    graph, copies = copied(gm)
     for node in cuts:
         copies[node].meta[INSIDE] = True
         _make_dense(graph, copies[node])
     graph.lint()
     return _torch.ending_like(gm, GraphModule(gm, graph))
-
-
-def _is_attention(node: Node) -> bool:
-    """It calls torch's own attention, without dropout."""
-    op = splitting_op_of(node)
-    given = dict(bind_arguments(node.target, node.args, node.kwargs))
-    return op is not None and op.name == TORCH_ATTENTION and given.get("dropout_p", 0.0) == 0.0
 
 
 def _is_decode_step(gm: GraphModule) -> bool:
@@ -58,11 +52,9 @@ def _is_decode_step(gm: GraphModule) -> bool:
 def _make_dense(graph: Graph, attention: Node) -> None:
     """Copy keys and values that are expanded (Note [Expanded keys] in dense_keys.py)."""
     given = dict(bind_arguments(attention.target, attention.args, attention.kwargs))
-    for node in dict.fromkeys((given["key"], given["value"])):
-        seen = _torch.example_value(node)
-        if 0 not in seen.stride():
-            continue
+    both = dict.fromkeys((given["key"], given["value"]))
+    for node in [node for node in both if 0 in _torch.example_value(node).stride()]:
         with graph.inserting_before(attention):
             dense = graph.call_method("contiguous", (node,))
-        dense.meta["example_value"] = seen.contiguous()
+        dense.meta["example_value"] = _torch.example_value(node).contiguous()
         attention.replace_input_with(node, dense)

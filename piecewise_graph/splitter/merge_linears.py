@@ -22,6 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from piecewise_graph import _torch
 from piecewise_graph.sizes import TensorSpec
 from piecewise_graph.splitter.merged_weights import Layout, Merge, Stays, joined, side_by_side
+from piecewise_graph.splitter.segment_builder import copied
 from piecewise_graph.splitter.source_names import MERGED_NAME, readable_source
 from piecewise_graph.splitter.splitting_ops import may_write, splitting_op_of
 from piecewise_graph.telemetry import counters
@@ -190,9 +191,7 @@ def _module_name(node: Node) -> str:
 
 def _rewritten(gm: GraphModule, groups: Sequence[_Group], layouts: Sequence[_Nodes]) -> GraphModule:
     """A copy of the graph with merged linears; its nodes keep what Dynamo knows about them."""
-    graph, copies, mode = Graph(), dict[Node, Node](), _torch.fake_mode_of(gm)
-    output = graph.output(graph.graph_copy(gm.graph, copies))
-    output.meta = dict(next(iter(reversed(gm.graph.nodes))).meta)
+    (graph, copies), mode = copied(gm), _torch.fake_mode_of(gm)
     with mode:  # type: ignore[union-attr]  # a graph with weights has one
         merged = dict(zip(layouts, _placeholders(graph, layouts), strict=True))
         for group in groups:

@@ -132,3 +132,11 @@ class SegmentBuilder:
 
 def attribute(gm: GraphModule, target: str) -> Any:
     return operator.attrgetter(target)(gm)
+
+
+def copied(gm: GraphModule) -> tuple[Graph, dict[Node, Node]]:
+    """The graph again, and the copy of each node; all keep what Dynamo knows about them."""
+    graph, copies = Graph(), dict[Node, Node]()
+    output = graph.output(graph.graph_copy(gm.graph, copies))
+    output.meta = dict(gm.graph.output_node().meta)
+    return graph, copies

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from piecewise_graph.sizes import Sizes, TensorSpec, substitute
-from piecewise_graph.splitter.splitting_ops import TORCH_ATTENTION, SplittingOp, bind_arguments
+from piecewise_graph.splitter.splitting_ops import SplittingOp, is_plain_attention
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ class OpCall:
 
 def is_torch_attention(call: OpCall) -> bool:
     """It calls `F.scaled_dot_product_attention` without dropout: it depends on its arguments alone."""
-    given = dict(bind_arguments(call.target, call.args, call.kwargs))
-    return call.op.name == TORCH_ATTENTION and given.get("dropout_p", 0.0) == 0.0
+    return is_plain_attention(call.op, call.target, call.args, call.kwargs)
 
 
 @dataclass(frozen=True)

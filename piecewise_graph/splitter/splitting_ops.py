@@ -159,6 +159,12 @@ def bind_arguments(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     yield from kwargs.items()
 
 
+def is_plain_attention(op: SplittingOp, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A call of `F.scaled_dot_product_attention` without dropout: it depends on its arguments alone."""
+    given = dict(bind_arguments(target, args, kwargs))
+    return op.name == TORCH_ATTENTION and given.get("dropout_p", 0.0) == 0.0
+
+
 # --- what stays inside a segment ------------------------------------------------------------------
 
 # Names of ops and arguments that suggest an attention call that was not registered.

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from piecewise_graph import _torch
-from piecewise_graph.splitter.segment_builder import attribute
+from piecewise_graph.splitter.segment_builder import attribute, copied
 
 # Equal layouts are one object, so that equal structures are told to be equal (segment_key.py).
 _layouts: list[_torch.WrapperLayout] = []
@@ -95,9 +95,7 @@ def _one(layout: _torch.WrapperLayout) -> _torch.WrapperLayout:
 
 def _rewritten(gm: GraphModule, layouts: Mapping[int, _torch.WrapperLayout]) -> GraphModule:
     """A copy of the graph, with inner tensors as arguments; its nodes keep what Dynamo knows about them."""
-    graph, copies = Graph(), dict[Node, Node]()
-    output = graph.output(graph.graph_copy(gm.graph, copies))
-    output.meta = dict(gm.graph.output_node().meta)
+    graph, copies = copied(gm)
     held = {f"wrapper_layout_{index}": layout for index, layout in layouts.items()}
     placeholders = gm.graph.find_nodes(op="placeholder")
     for name, index in zip(held, layouts, strict=True):
