@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from piecewise_graph import _torch
+from piecewise_graph.analysis.op_call import arguments_of
 
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_", "aten::copy"})
 _GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
@@ -187,11 +188,8 @@ def _draws_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     """It is random. Torch calls its attention kernels so, which are not without dropout."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    for index, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return not (isinstance(given, float) and given == 0.0)
-    return True
+    dropout = arguments_of(op, args, kwargs).get("dropout_p")
+    return not (isinstance(dropout, float) and dropout == 0.0)
 
 
 def _is_number(op: Any, argument: Any, value: Any) -> bool:

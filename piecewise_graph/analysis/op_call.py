@@ -24,6 +24,13 @@ from piecewise_graph.analysis.claims import (
 State: TypeAlias = Claim | Mark | None
 
 
+def arguments_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of one call of `op` by name, defaults filled in."""
+    given = zip(op._schema.arguments, args, strict=False)
+    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    return defaults | {a.name: value for a, value in given} | dict(kwargs)
+
+
 @dataclass(frozen=True)
 class Call:
     """One op with its arguments, results and the claims of its arguments.
@@ -55,9 +62,7 @@ class Call:
         padding: Padding,
         state_of: Callable[[Tensor], State],
     ) -> Call:
-        schema = op._schema
-        arguments = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-        arguments |= {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | kwargs
+        schema, arguments = op._schema, arguments_of(op, args, kwargs)
         name = schema.name[:-1] if schema.is_mutable and schema.name.endswith("_") else schema.name
         return cls(op, name, arguments, tensors_of((args, kwargs)), tensors_of(result), padding, state_of)
 
