@@ -19,6 +19,7 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 SEGMENTS, SIZES = doubles.LAYERS + 1, doubles.SIZES
 PROMPTS = [[3, 4, 5], [6], list(range(9)), [1, 2, 3, 4], list(range(20, 36))]
 LONG = list(range(17))  # above the largest size
+FLAG = "sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph"
 BACKEND = "sglang.srt.model_executor.runner_backend.tc_piecewise_cuda_graph_backend"
 
 
@@ -125,8 +126,12 @@ def test_a_method_that_moved_is_named(name: str, monkeypatch: pytest.MonkeyPatch
         runner()
 
 
-def test_a_class_that_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    doubles.install(monkeypatch, without=[f"{BACKEND}:TcPiecewiseCudaGraphBackend"])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(BACKEND, "TcPiecewiseCudaGraphBackend"), (FLAG, "is_in_tc_piecewise_cuda_graph")],
+)
+def test_an_attribute_that_moved_is_named(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    doubles.install(monkeypatch, without=[f"{module}:{name}"])
     plugin.register()
-    with pytest.raises(IntegrationError, match="TcPiecewiseCudaGraphBackend"):
+    with pytest.raises(IntegrationError, match=rf"has no {module}\.{name}, "):
         runner()

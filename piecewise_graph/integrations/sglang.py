@@ -23,6 +23,7 @@ from piecewise_graph.integrations.stacks import SGLANG
 
 COMPILER = "piecewise"
 CHOICE = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.resolve_prefill_backend"
+_HOOKS = "sglang.srt.plugins.hook_registry"
 
 # Of ServerArgs: setting, the value that is harmless, what the error calls it.
 _UNSUPPORTED = (
@@ -36,10 +37,8 @@ _UNSUPPORTED = (
 
 def register() -> None:
     """Attach to SGLang; other settings than ours notice nothing."""
-    hooks = import_module("sglang.srt.plugins.hook_registry")
-    kind = SGLANG.required(hooks, "HookType.AROUND", "sglang.srt.plugins.hook_registry")
-    registry = SGLANG.required(hooks, "HookRegistry", "sglang.srt.plugins.hook_registry")
-    registry.register(CHOICE, choose, kind)
+    registry = SGLANG.imported(_HOOKS, "HookRegistry")
+    registry.register(CHOICE, choose, SGLANG.imported(_HOOKS, "HookType.AROUND"))
 
 
 def choose(original: Callable[[Any], Any], runner: Any) -> Any:

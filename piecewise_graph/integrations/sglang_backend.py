@@ -26,15 +26,13 @@ try:
     from sglang.srt.model_executor.runner_backend.tc_piecewise_cuda_graph_backend import (
         TcPiecewiseCudaGraphBackend,
     )
-    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
-        is_in_tc_piecewise_cuda_graph,
-    )
 except ImportError as error:
     raise SGLANG.missing(f"{_MODULE}.TcPiecewiseCudaGraphBackend") from error
 
 log = logging.getLogger(__name__)
 
 _METHODS = ("build_compilation_config", "install_compile", "capture_session", "capture_one", "cleanup")
+_FLAG = "sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph"
 # Arguments of SGLang's inner models, with the dimension that counts tokens.
 _TOKEN_DIM = {"input_ids": 0, "positions": -1, "input_embeds": 0}
 
@@ -47,6 +45,7 @@ def check_hooks() -> None:
     """
     for name in _METHODS:
         SGLANG.required(TcPiecewiseCudaGraphBackend, name, f"{_MODULE}.TcPiecewiseCudaGraphBackend")
+    SGLANG.imported(_FLAG, "is_in_tc_piecewise_cuda_graph")
 
 
 class PiecewisePrefillBackend(TcPiecewiseCudaGraphBackend):
@@ -98,6 +97,7 @@ class ServedModel:
         for name in split_ops:
             pg.register_splitting_op(name.replace(".", "::"), padded=True)
         self._module, self._forward = module, module.forward
+        self._is_in_graph = SGLANG.imported(_FLAG, "is_in_tc_piecewise_cuda_graph")
         self._signature, self._sizes = inspect.signature(module.forward), sorted(sizes)
         self._compiled: Any = None
         self._captures = False
@@ -105,7 +105,7 @@ class ServedModel:
         module.forward = self  # `module(...)` finds it there
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_in_tc_piecewise_cuda_graph():
+        if not self._is_in_graph():
             return self._forward(*args, **kwargs)
         inputs = self._named(args, kwargs)
         if self._compiled is None:

@@ -30,6 +30,18 @@ class Stack:
     def missing(self, hook: str) -> IntegrationError:
         return IntegrationError.hook_missing(hook, self.name, self.version(), self.written_for)
 
+    def imported(self, module: str, name: str) -> Any:
+        """`name`, dots allowed, of a module of the stack.
+
+        Raises:
+            IntegrationError: it is not there.
+        """
+        try:
+            owner = import_module(module)
+        except ImportError as error:
+            raise self.missing(f"{module}.{name}") from error
+        return self.required(owner, name, module)
+
     def required(self, owner: Any, name: str, of: str) -> Any:
         """The attribute `name`, dots allowed, of a part of the stack that is called `of`.
 

@@ -100,6 +100,7 @@ _SET = (
     ("offload_config.uva.cpu_offload_gb", "weights offloaded to the CPU", _LEAVE_OUT),
     ("offload_config.prefetch.offload_group_size", "weights offloaded to the CPU", _LEAVE_OUT),
 )
+_COMPILATION = "vllm.config.compilation"
 _GRAPH_MODES = ("NONE", "FULL_DECODE_ONLY")
 
 
@@ -119,21 +120,17 @@ def refuse(config: Any) -> None:
                 raise IntegrationError.unsupported(told, remedy)
     if has_model and VLLM.required(config, "model_config.runner_type", "VllmConfig") != "generate":
         raise IntegrationError.unsupported("pooling instead of generation", "leave the backend out.")
-    envs = import_module("vllm.envs")
-    if VLLM.required(envs, "VLLM_USE_V2_MODEL_RUNNER", "vllm.envs"):
+    if VLLM.imported("vllm.envs", "VLLM_USE_V2_MODEL_RUNNER"):
         raise IntegrationError.unsupported(
             "vLLM's second model runner", "unset VLLM_USE_V2_MODEL_RUNNER; the first one serves this backend."
         )
-    if VLLM.required(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", "vllm.envs"):
+    if VLLM.imported("vllm.envs", "VLLM_USE_BREAKABLE_CUDAGRAPH"):
         raise IntegrationError.unsupported("breakable graphs", "unset VLLM_USE_BREAKABLE_CUDAGRAPH.")
     _refuse_compilation(config.compilation_config)
 
 
 def _refuse_compilation(compilation: Any) -> None:
-    modes = VLLM.required(
-        import_module("vllm.config.compilation"), "CompilationMode", "vllm.config.compilation"
-    )
-    stock = VLLM.required(modes, "STOCK_TORCH_COMPILE", "CompilationMode")
+    stock = VLLM.imported(_COMPILATION, "CompilationMode.STOCK_TORCH_COMPILE")
     if VLLM.required(compilation, "mode", "CompilationConfig") not in (None, stock):
         raise IntegrationError.unsupported(f"compilation mode {compilation.mode}", "leave the mode out.")
     graphs = VLLM.required(compilation, "cudagraph_mode", "CompilationConfig")
@@ -152,11 +149,10 @@ def configure(config: Any) -> None:
     Raises:
         IntegrationError: vLLM has no such setting.
     """
-    module, compilation = import_module("vllm.config.compilation"), config.compilation_config
-    compilation.mode = VLLM.required(module, "CompilationMode.STOCK_TORCH_COMPILE", "vllm.config.compilation")
+    compilation = config.compilation_config
+    compilation.mode = VLLM.imported(_COMPILATION, "CompilationMode.STOCK_TORCH_COMPILE")
     if compilation.cudagraph_mode is None:
-        full_decode = VLLM.required(module, "CUDAGraphMode.FULL_DECODE_ONLY", "vllm.config.compilation")
-        compilation.cudagraph_mode = full_decode
+        compilation.cudagraph_mode = VLLM.imported(_COMPILATION, "CUDAGraphMode.FULL_DECODE_ONLY")
     custom_ops = VLLM.required(compilation, "custom_ops", "CompilationConfig")
     if not {"all", "none"} & set(custom_ops):
         custom_ops.append("none")

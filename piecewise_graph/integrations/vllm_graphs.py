@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -84,10 +83,8 @@ class ServedModel:
         self.part, self.sizes = part, tuple(sizes)
         self.captures_full = False
         self._forward = module.forward  # `module(...)` would come back here
-        self._context: Callable[[], Any] = import_module("vllm.forward_context").get_forward_context
-        self._full_mode = VLLM.required(
-            import_module("vllm.config.compilation"), "CUDAGraphMode.FULL", "vllm.config.compilation"
-        )
+        self._context: Callable[[], Any] = VLLM.imported("vllm.forward_context", "get_forward_context")
+        self._full_mode = VLLM.imported("vllm.config.compilation", "CUDAGraphMode.FULL")
         self._compiled: Any = None
         self._example: dict[str, Any] = {}
         self._frozen: Callable[..., Any] | None = None
@@ -227,9 +224,7 @@ class RunnerGraphs:
         self.captured = False
         VLLM.required(runner, "profile_cudagraph_memory", "GPUModelRunner")
         self._capture_model = VLLM.required(runner, "capture_model", "GPUModelRunner")
-        self._set_context = VLLM.required(
-            import_module("vllm.forward_context"), "set_forward_context", "vllm.forward_context"
-        )
+        self._set_context = VLLM.imported("vllm.forward_context", "set_forward_context")
         runner.profile_cudagraph_memory = self.planned_bytes
         runner.capture_model = self.capture
 

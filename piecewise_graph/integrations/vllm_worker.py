@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from importlib import import_module
 from typing import Any
 
 from piecewise_graph.integrations.stacks import VLLM
@@ -38,8 +37,7 @@ def check_hooks() -> None:
     """
     for name in _METHODS:
         VLLM.required(Worker, name, WORKER)
-    context = VLLM.required(import_module("vllm.forward_context"), "ForwardContext", "vllm.forward_context")
-    names = {field.name for field in fields(context)}
+    names = {field.name for field in fields(VLLM.imported("vllm.forward_context", "ForwardContext"))}
     for name in _CONTEXT:
         if name not in names:
             raise VLLM.missing(f"ForwardContext.{name}")
