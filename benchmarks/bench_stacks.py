@@ -208,9 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="table and plot of results that are there")
     options = parser.parse_args(given)
     if options.report:
-        rows = json.loads(options.out.read_text())["rows"]
-        print(matrix(rows))
-        print(plot(rows, options.out.with_suffix(".png")))
+        _report(json.loads(options.out.read_text())["rows"], options.out)
         return 0
     setting = Setting(torch.device("cuda" if on_gpu else "cpu"), options.compiler, options.rounds)
     cores = os.cpu_count() or 1
@@ -224,10 +222,14 @@ def main(arguments: list[str] | None = None) -> int:
             rows += found
             write(options.out, command, rows, marks_of(rows), report=False)
     write(options.out, command, rows, marks_of(rows))
-    print(matrix(rows))
-    print(plot(rows, options.out.with_suffix(".png")))
+    _report(rows, options.out)
     print(table(rows, (*KEYS, "side", "ms", "replayed", "error", "first_other_token", "same_answers")))
     return 0
+
+
+def _report(rows: list[Row], out: Path) -> None:
+    print(matrix(rows))
+    print(plot(rows, out.with_suffix(".png")))
 
 
 if __name__ == "__main__":

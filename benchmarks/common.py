@@ -111,12 +111,12 @@ def alternate(
             if rounds_of and turn >= rounds_of[name]:
                 continue
             with around(name):
-                taken[name].append(_turn(call, repeat))
+                taken[name].append(seconds_of(call, repeat))
     return {name: _timing(seconds) for name, seconds in taken.items()}
 
 
-def _turn(call: Callable[[], Any], repeat: int) -> float:
-    """Seconds of one of `repeat` calls."""
+def seconds_of(call: Callable[[], Any], repeat: int = 1) -> float:
+    """Seconds of one of `repeat` calls, the device idle before and after them."""
     _wait()
     began = time.perf_counter()
     for _ in range(repeat):
@@ -194,3 +194,15 @@ def read_bandwidth(device: torch.device, size: int = 2**30) -> float:
         end.synchronize()
         best = max(best, 10 * size / (start.elapsed_time(end) / 1e3))
     return best
+
+
+def pyplot_if_there() -> Any:
+    """matplotlib.pyplot, drawing to files; None where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import pyplot_if_there
 from benchmarks.compare_sides import OURS, SIDES, label
 from benchmarks.llama import SHAPES
 
@@ -15,13 +16,9 @@ NEAR = 1.3  # times the fastest: what the lower panels show
 
 def plot(rows: Sequence[Row], path: Path) -> str:
     """Draw to `path`; returns what there is to say about it."""
-    try:
-        import matplotlib
-    except ImportError:
+    pyplot = pyplot_if_there()
+    if pyplot is None:
         return "no plot: matplotlib is not installed"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     timed = [row for row in rows if row["kind"] == "forward" and "ms" in row]
     shapes = list(dict.fromkeys(row["shape"] for row in timed))
     if not shapes:

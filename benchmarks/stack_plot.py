@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.common import pyplot_if_there
 from benchmarks.stack_report import beside
 from benchmarks.stack_setting import Row
 
 
 def plot(rows: Sequence[Row], path: Path) -> str:
     """Draw to `path`; returns what there is to say about it."""
-    try:
-        import matplotlib
-    except ImportError:
+    pyplot = pyplot_if_there()
+    if pyplot is None:
         return "no plot: matplotlib is not installed"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     bars = [
         (
             f"{what}\n{ours['ms']:.2f} ms, {other} {theirs['ms']:.2f} ms",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 import piecewise_graph as pg
-from benchmarks.common import Timing, alternate
+from benchmarks.common import Timing, alternate, seconds_of
 
 OURS = ("piecewise", "full")  # the sides of this backend
 EAGER_ROUNDS = 2  # it is by far the slowest side, and no mark is about its time
@@ -80,11 +79,7 @@ def in_turns(
 
 def rounds_for(call: Callable[[], Any], repeat: int, rounds: int) -> int:
     """How many rounds of `repeat` calls to take: `rounds` at least, ten times as many of a fast call."""
-    began = time.perf_counter()
-    call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    fitting = int(SIDE_SECONDS / (repeat * (time.perf_counter() - began)))
+    fitting = int(SIDE_SECONDS / (repeat * seconds_of(call)))
     return min(max(fitting, rounds), 10 * rounds)
 
 
