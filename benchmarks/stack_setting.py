@@ -16,7 +16,7 @@ from benchmarks.common import Timing, alternate, seconds_of
 
 OURS = ("piecewise", "full")  # the sides of this backend
 EAGER_ROUNDS = 2  # it is by far the slowest side, and no mark is about its time
-SIDE_SECONDS = 3.0  # about as long takes each side of a case whose calls are decode steps
+SIDE_SECONDS = 1.0  # about as long takes each side of a case whose calls are decode steps
 
 Row = dict[str, Any]
 Measure = Callable[[], list[Row]]  # of a case that is ready: takes the times, returns a row per side
