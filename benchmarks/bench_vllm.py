@@ -1,0 +1,287 @@
+"""vLLM's server loop: this backend beside vLLM's own graphs, on both of its runners.
+
+    python -m benchmarks.bench_vllm                                  # all parts, all shapes
+    python -m benchmarks.bench_vllm --parts load,decode --shapes 1b --users 1,32
+    python -m benchmarks.bench_vllm --report                         # tables of results that are there
+
+vLLM has to be installed, and this project beside it, not only its folder: vLLM finds plugins by entry points.
+Run it outside of the project's root, which would hide the installed package.
+
+load: random weights; 1 to 32 users, each sends a prompt of 128 tokens, waits for 64, and sends the next one.
+Sides: vLLM's first runner (v1) and its second one (v2) as they are by default, and this backend. Each side
+has a process of its own, all on one GPU. They start one after the other, compiling into empty caches
+(`ready_s` counts from the start of the process, imports included), and take turns in serving.
+
+decode: in the same processes, steps that nothing joins or leaves: wall time, the device's idle share under
+torch's profiler, and what Python's time goes to under cProfile.
+
+eagle: the same steps with an EAGLE head of one layer and three drafted tokens: the time of a round.
+
+answers: 64 prompts of the repository's model in bf16, greedy. Sides: vLLM without graphs or compiling
+(eager), v1, v2, and this backend. Where a side's tokens leave eager's, the gap of eager's two largest logits
+is listed.
+
+features: the same prompts with an fp8 KV cache, cached prefixes, chunked prefill, too few KV blocks (requests
+are preempted), and every second request aborted.
+
+http: `vllm serve` with this backend, its engine in a process of its own, and a client that streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import vllm_http
+from benchmarks.common import RESULTS, table, without_out, write
+from benchmarks.eagle_greedy import differences
+from benchmarks.eagle_pair import MODELS, heldout_prompts
+from benchmarks.vllm_engine import SIDES, Engine, EngineError, Row
+from benchmarks.vllm_report import marks_of, matrix
+
+PROMPT, NEW_TOKENS, WARM_UP = 128, 64, 2  # tokens, tokens, requests per user of a turn that is not counted
+PATIENCE = 300  # seconds until an engine is ready
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+    "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu",
+    "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 8192,
+    "bos_token_id": 128000, "eos_token_id": 128001,
+}  # fmt: skip
+SHAPES: dict[str, Row] = {
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "tie_word_embeddings": True,
+    },
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+}
+FEATURES: dict[str, Row] = {
+    "fp8 KV cache": {"kv_cache_dtype": "fp8"},
+    "cached prefixes": {"enable_prefix_caching": True},
+    "chunked prefill": {"max_num_batched_tokens": 96},
+    "preemption": {"num_gpu_blocks_override": 160},
+    "abort": {},
+}
+
+
+def model_folder(name: str, **changes: Any) -> str:
+    """A folder with the configuration of a shape, which vLLM fills with random weights."""
+    folder = Path(tempfile.gettempdir()) / "bench_vllm_models" / "-".join([name, *map(str, changes.values())])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **SHAPES[name], **changes}))
+    return str(folder)
+
+
+def random_weights(shape: str) -> Row:
+    """Settings of vllm.LLM."""
+    return {
+        "model": model_folder(shape), "load_format": "dummy", "skip_tokenizer_init": True,
+        "dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 64, "enable_prefix_caching": False,
+        "seed": 0, "gpu_memory_utilization": 0.22,
+    }  # fmt: skip
+
+
+def trained_model() -> Row:
+    """Settings of vllm.LLM for the repository's model. Engines start side by side: memory is not measured."""
+    return {
+        "model": str(MODELS / "byte-llama"), "skip_tokenizer_init": True, "max_model_len": 1024, "seed": 0,
+        "max_num_seqs": 64, "enable_prefix_caching": False, "dtype": "bfloat16",
+        "gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 2**29,
+    }  # fmt: skip
+
+
+@contextmanager
+def engines(
+    sides: Sequence[str], settings: Row, at_once: bool = False
+) -> Iterator[tuple[dict[str, Engine], list[Row]]]:
+    """Those that became ready, and a row about the start of each, or why it failed."""
+    started, rows = dict[str, Engine](), list[Row]()
+    waiting = {side: Engine(side, settings) for side in sides} if at_once else {}
+    try:
+        for side in sides:
+            started[side] = waiting.get(side) or Engine(side, settings)
+            try:
+                rows.append(started[side].ready(PATIENCE))
+            except EngineError as error:
+                started.pop(side).close()
+                rows.append({"side": side, "error": str(error)})
+            print(rows[-1], flush=True)
+        yield dict(started), rows
+    finally:
+        for engine in started.values():
+            engine.close()
+
+
+# --- parts --------------------------------------------------------------------------------------------
+
+
+def load_and_decode(shape: str, options: argparse.Namespace) -> Iterator[Row]:
+    sides, parts = options.sides.split(","), options.parts.split(",")
+    with engines(sides, random_weights(shape)) as (ready, started):
+        yield from ({"part": "start", "shape": shape, **row} for row in started)
+        for users in map(int, options.users.split(",")):
+            common = {"shape": shape, "users": users}
+            if "load" in parts:
+                for side, turns in served_in_turns(ready, users, options).items():
+                    yield {"part": "load", **common, "side": side, **middle(turns)}
+            for side, engine in ready.items() if "decode" in parts else ():
+                found = engine.ask("decode", users=users, prompt=PROMPT, steps=60, profiled=20)
+                print_host(side, users, found["host"])
+                yield {"part": "decode", **common, "side": side, **found, "host": found["host"][:12]}
+
+
+def served_in_turns(
+    ready: Mapping[str, Engine], users: int, options: argparse.Namespace
+) -> dict[str, list[Row]]:
+    turns: dict[str, list[Row]] = {side: [] for side in ready}
+    for turn in range(options.turns + 1):  # the first one warms up
+        for side, engine in ready.items():
+            count = users * (options.per_user if turn else WARM_UP)
+            found = engine.ask("load", users=users, count=count, prompt=PROMPT, new_tokens=NEW_TOKENS)
+            if turn:
+                turns[side].append(found)
+    return turns
+
+
+def middle(turns: Sequence[Row]) -> Row:
+    """The turn with the median throughput, with the spread and the sum of what was counted."""
+    ranked = sorted(turns, key=lambda turn: float(turn["tok_s"]))
+    counted = {name for name, value in ranked[0].items() if isinstance(value, int)}
+    sums = {name: sum(turn[name] for turn in turns) for name in ranked[0] if name in counted}
+    return {**ranked[len(ranked) // 2], **sums, "low": ranked[0]["tok_s"], "high": ranked[-1]["tok_s"]}
+
+
+def eagle(shape: str, options: argparse.Namespace) -> Iterator[Row]:
+    head = model_folder(shape, num_hidden_layers=1)
+    settings = random_weights(shape) | {
+        "speculative_config": {"method": "eagle", "model": head, "num_speculative_tokens": 3},
+    }
+    with engines(("v1", "piecewise"), settings) as (ready, started):
+        yield from ({"part": "eagle start", "shape": shape, **row} for row in started)
+        for users in map(int, options.users.split(",")):
+            taken: dict[str, list[float]] = {side: [] for side in ready}
+            for _, (side, engine) in itertools.product(range(options.turns), ready.items()):
+                taken[side].append(engine.ask("decode", users=users, prompt=PROMPT, steps=40)["step_ms"])
+            for side, times in taken.items():
+                ranked = sorted(times)
+                row = {"part": "eagle", "shape": shape, "users": users, "side": side}
+                spread = {"low": ranked[0], "high": ranked[-1]}
+                yield row | {"round_ms": ranked[len(ranked) // 2], **spread}
+
+
+def answers(options: argparse.Namespace) -> Iterator[Row]:
+    with engines(list(SIDES), trained_model(), at_once=True) as (ready, started):
+        yield from ({"part": "answers", **row} for row in started if "error" in row)
+        asked = {"prompts": prompts(options.prompts), "new_tokens": NEW_TOKENS}
+        found = {side: engine.ask("answers", **asked) for side, engine in ready.items()}
+        yield from ({"part": "answers", **row} for row in beside_eager(found))
+
+
+def feature(name: str, options: argparse.Namespace) -> Iterator[Row]:
+    """Eager, v1 and this backend with one setting."""
+    way = "answers_beside_aborted" if name == "abort" else "answers"
+    with engines(("eager", "v1", "piecewise"), trained_model() | FEATURES[name], at_once=True) as (
+        ready,
+        started,
+    ):
+        common = {"part": "features", "feature": name}
+        yield from (common | row for row in started if "error" in row)
+        asked = {"prompts": prompts(options.prompts), "new_tokens": NEW_TOKENS}
+        found = {}
+        for side, engine in ready.items():
+            if name == "cached prefixes":
+                engine.ask("answers", **asked)  # it fills the cache
+            found[side] = engine.ask(way, **asked)
+        yield from (common | row for row in beside_eager(found))
+
+
+def features(options: argparse.Namespace) -> Iterator[Row]:
+    for name in FEATURES:
+        yield from feature(name, options)
+    with engines(("piecewise",), trained_model() | {"enable_lora": True}) as (_, started):
+        (row,) = started
+        yield {"part": "features", "feature": "LoRA", "side": "piecewise", "refused": row.get("error", "no")}
+
+
+def beside_eager(found: Mapping[str, Row]) -> Iterator[Row]:
+    """A row per side: how many answers left eager's, where, and the gap of eager's logits there."""
+    wanted = found.get("eager")
+    for side, answer in found.items():
+        counts = {name: value for name, value in answer.items() if name not in ("tokens", "gaps")}
+        row = {"side": side, "prompts": len(answer["tokens"]), **counts}
+        if wanted is not None:
+            gaps = wanted.get("gaps") or [[float("nan")] * len(each) for each in wanted["tokens"]]
+            others = differences(answer["tokens"], wanted["tokens"], gaps)
+            row |= {"differ": len(others), "differences": others}
+        yield row
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Of 1 to 253 tokens."""
+    return [prompt[: 1 + 4 * index] for index, prompt in enumerate(heldout_prompts(count))]
+
+
+def http(options: argparse.Namespace) -> Iterator[Row]:
+    yield {"part": "http", **vllm_http.streamed(prompts(options.prompts)[8:16], NEW_TOKENS)}
+
+
+PARTS = ("load", "decode", "eagle", "answers", "features", "http")
+
+
+def calls(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
+    parts, shapes = options.parts.split(","), options.shapes.split(",")
+    for shape in shapes if {"load", "decode"} & set(parts) else ():
+        yield f"load {shape}", partial(load_and_decode, shape, options)
+    for shape in shapes if "eagle" in parts else ():
+        yield f"eagle {shape}", partial(eagle, shape, options)
+    for name, part in (("answers", answers), ("features", features), ("http", http)):
+        if name in parts:
+            yield name, partial(part, options)
+
+
+def print_host(side: str, users: int, rows: Sequence[Row]) -> None:
+    print(f"host time of a decode step, {side}, {users} users")
+    print(table(rows, ("function", "calls", "own_us", "all_us")), flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--sides", default="v1,v2,piecewise", help="of load and decode")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--users", default="1,4,16,32")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--per-user", type=int, default=8, help="requests of a user per turn")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=RESULTS / "bench_vllm.json")
+    parser.add_argument("--report", action="store_true", help="tables of results that are there")
+    options = parser.parse_args(given)
+    if options.report:
+        print(matrix(json.loads(options.out.read_text())["rows"]))
+        return 0
+    command, rows = " ".join(["python -m benchmarks.bench_vllm", *without_out(given)]), list[Row]()
+    for name, call in calls(options):
+        try:
+            for row in call():
+                rows.append(row)
+                write(options.out, command, rows, marks_of(rows), report=False)
+        except (EngineError, vllm_http.ServerError) as error:
+            rows.append({"part": name, "error": str(error)})
+        print(name, "done", flush=True)
+    write(options.out, command, rows, marks_of(rows))
+    print(matrix(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,336 @@
+"""One vLLM engine in a process of its own, and what bench_vllm asks of it.
+
+The engine runs in that process itself, without vLLM's second one, so that its steps can be timed and profiled
+one by one. vLLM is imported there and nowhere else; what vLLM does not import itself is imported late, so
+that it is no part of a side's start.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import multiprocessing
+import os
+import pstats
+import random
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+COUNTS = ("replays", "full_replays", "fallbacks", "fallbacks:above_max_tokens")  # of this backend
+ANSWER_S = 180  # seconds that an answer may take
+Row = dict[str, Any]
+Prompt = list[int]
+
+
+@dataclass(frozen=True)
+class Side:
+    """Attributes:
+    settings: of `vllm.LLM`.
+    environment: variables of the process, beside those of all sides.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+FIRST_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+SIDES = {
+    "eager": Side({"enforce_eager": True}, FIRST_RUNNER),
+    "v1": Side(environment=FIRST_RUNNER),
+    "v2": Side(environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
+    "piecewise": Side({"compilation_config": {"backend": "piecewise"}}),
+}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def environment_of(side: str) -> dict[str, str]:
+    """Variables of a side's process: each side compiles into caches of its own, empty at first."""
+    caches = Path(tempfile.gettempdir()) / f"bench_vllm_{side}"
+    places = {
+        "VLLM_CACHE_ROOT": str(caches / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+    }
+    return {**ENVIRONMENT, **places, **SIDES[side].environment}
+
+
+class Engine:
+    """The parent's end: each method of `Served` can be asked for by its name.
+
+    Args:
+        side: in `SIDES`.
+        settings: of `vllm.LLM`, beside the side's.
+
+    Raises:
+        EngineError: with what the process said, from `ready` and `ask`.
+    """
+
+    def __init__(self, side: str, settings: Mapping[str, Any]) -> None:
+        self.side, self._began = side, time.monotonic()
+        processes = multiprocessing.get_context("spawn")
+        self._connection, theirs = processes.Pipe()
+        given = {**settings, **SIDES[side].settings}
+        self._process = processes.Process(target=_serve, args=(environment_of(side), given, theirs))
+        self._process.start()
+        theirs.close()
+
+    def ready(self, patience: float) -> Row:
+        """Wait until it is: seconds since its process was started, and those of making the engine."""
+        told = self._answer(patience)
+        return {"side": self.side, "ready_s": time.monotonic() - self._began, **told}
+
+    def ask(self, name: str, **options: Any) -> Any:
+        self._connection.send((name, options))
+        return self._answer(ANSWER_S)
+
+    def close(self) -> None:
+        self._process.kill()  # nothing is kept, and vLLM's own way out takes seconds
+        self._process.join()
+
+    def _answer(self, patience: float) -> Any:
+        try:
+            if not self._connection.poll(patience):
+                raise EngineError(f"no answer in {patience:.0f} s")
+            answer = self._connection.recv()
+        except EOFError:
+            raise EngineError("its process ended") from None
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
+
+
+class EngineError(Exception):
+    """What went wrong in an engine's process."""
+
+
+def _serve(environment: Mapping[str, str], settings: Mapping[str, Any], parent: Connection) -> None:
+    os.environ |= environment
+    try:
+        served = Served(settings)
+        parent.send({"engine_s": served.seconds})
+        while True:
+            name, options = parent.recv()
+            parent.send(getattr(served, name)(**options))
+    except EOFError:
+        pass
+    except Exception as problem:
+        parent.send(EngineError(f"{type(problem).__name__}: {' '.join(str(problem).split())[-600:]}"))
+
+
+@dataclass
+class Load:
+    """A closed loop's requests, and when each one began, gave its first token and its last one."""
+
+    waiting: list[tuple[str, Prompt]]
+    began: dict[str, float] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+
+
+class Served:
+    """The engine, with counts of its forwards and of preempted requests."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from vllm import LLM
+
+        self.forwards = self.preempted = self._requests = 0
+        self._count()
+        self._draw = random.Random(0)
+        began = time.monotonic()
+        self.llm = LLM(**settings)
+        self.engine = self.llm.llm_engine
+        self.seconds = time.monotonic() - began
+
+    def _count(self) -> None:
+        """Count what vLLM does, where it does it."""
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.worker.gpu_worker import Worker
+
+        execute, preempt = Worker.execute_model, Scheduler._preempt_request
+
+        def execute_model(worker: Any, scheduled: Any, *args: Any, **options: Any) -> Any:
+            self.forwards += scheduled.total_num_scheduled_tokens > 0
+            return execute(worker, scheduled, *args, **options)
+
+        def preempt_request(*args: Any, **options: Any) -> Any:
+            self.preempted += 1
+            return preempt(*args, **options)
+
+        Worker.execute_model, Scheduler._preempt_request = execute_model, preempt_request
+
+    # --- throughput ---------------------------------------------------------------------------------
+
+    def load(self, users: int, count: int, prompt: int, new_tokens: int) -> Row:
+        """Serve `count` random prompts, `users` at a time.
+
+        Returns:
+            tok_s (output tokens per second), medians tpot_ms and ttft_ms, forwards, this backend's counts.
+        """
+        before = self._counts()
+        load = Load([(self._name(), self._random(prompt)) for _ in range(count)])
+        began = time.perf_counter()
+        while load.waiting and len(load.began) < users:
+            self._begin(load, new_tokens)
+        while len(load.last) < len(load.began):
+            for out in self.engine.step():
+                now = time.perf_counter()
+                load.first.setdefault(out.request_id, now)
+                if out.finished:
+                    load.last[out.request_id] = now
+                    if load.waiting:
+                        self._begin(load, new_tokens)
+        wall = time.perf_counter() - began
+        each = [(load.last[name] - load.first[name]) / (new_tokens - 1) for name in load.last]
+        until = [load.first[name] - load.began[name] for name in load.last]
+        row = {
+            "tok_s": count * new_tokens / wall,
+            "tpot_ms": 1e3 * _median(each),
+            "ttft_ms": 1e3 * _median(until),
+        }
+        return row | {name: value - before[name] for name, value in self._counts().items()}
+
+    def _begin(self, load: Load, new_tokens: int) -> None:
+        name, prompt = load.waiting.pop(0)
+        load.began[name] = time.perf_counter()
+        self._add(name, prompt, new_tokens)
+
+    # --- one decode step ----------------------------------------------------------------------------
+
+    def decode(self, users: int, prompt: int, steps: int, profiled: int = 0) -> Row:
+        """Decode steps of `users` requests that nothing joins or leaves.
+
+        Args:
+            profiled: steps under torch's profiler, and again under Python's; 0 = none.
+
+        Returns:
+            step_ms (wall), and of the profiled ones idle (IdleTime), busy_ms (the device's, per step) and
+            host: what Python's time went to, by function.
+        """
+        import torch
+
+        names = [self._name() for _ in range(users)]
+        for name in names:
+            self._add(name, self._random(prompt), new_tokens=4 * (steps + profiled) + 64)
+        self._steps(24)  # prompts are read, and the first decode steps are over
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        row: Row = {"step_ms": 1e3 * self._steps(steps) / steps}
+        if profiled:
+            row |= {"idle": self._traced(profiled), "host": self._host(profiled)}
+        self.engine.abort_request(names)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        return row
+
+    def _steps(self, count: int) -> float:
+        """Seconds of them: vLLM reads each step's tokens, so the device is at most one step behind."""
+        began = time.perf_counter()
+        for _ in range(count):
+            self.engine.step()
+        return time.perf_counter() - began
+
+    def _traced(self, steps: int) -> Row:
+        from torch.profiler import ProfilerActivity, profile
+
+        from benchmarks.idle_time import idle_time, read_events
+
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            self._steps(steps)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            trace.export_chrome_trace(str(path))
+            found = idle_time(read_events(path))
+        if found is None:
+            return {}
+        busy = (1 - found.nothing_runs) * found.window_us / steps / 1e3
+        return {**asdict(found), "busy_ms": busy}
+
+    def _host(self, steps: int) -> list[Row]:
+        """Functions by their own time, in microseconds per step; the profiler slows each call."""
+        profiler = cProfile.Profile()
+        profiler.enable()
+        self._steps(steps)
+        profiler.disable()
+        stats: Any = pstats.Stats(profiler)
+        rows = [
+            {
+                "function": f"{Path(place).parent.name}/{Path(place).name}:{line}({name})",
+                "calls": calls / steps,
+                "own_us": own / steps * 1e6,
+                "all_us": within / steps * 1e6,
+            }
+            for (place, line, name), (_, calls, own, within, _) in stats.stats.items()
+        ]
+        by_own = sorted(rows, key=lambda row: -row["own_us"])[:25]
+        by_all = sorted(rows, key=lambda row: -row["all_us"])[:60]
+        return [*by_own, *(row for row in by_all if row not in by_own)]
+
+    # --- answers ------------------------------------------------------------------------------------
+
+    def answers(self, prompts: Sequence[Prompt], new_tokens: int) -> Row:
+        """Greedy tokens of each prompt, the gaps of the two largest logits, and the counts."""
+        from vllm import SamplingParams
+
+        before = self._counts()
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        wanted = SamplingParams(
+            temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=2
+        )
+        found = [each.outputs[0] for each in self.llm.generate(given, wanted, use_tqdm=False)]
+        gaps = [[_gap(each) for each in out.logprobs] for out in found]
+        counts = {name: value - before[name] for name, value in self._counts().items()}
+        return {"tokens": [list(out.token_ids) for out in found], "gaps": gaps, **counts}
+
+    def answers_beside_aborted(self, prompts: Sequence[Prompt], new_tokens: int) -> Row:
+        """As `answers`, without gaps, and every second request is aborted after some steps."""
+        before, tokens = self._counts(), dict[str, list[int]]()
+        names = [self._name() for _ in prompts]
+        for name, prompt in zip(names, prompts, strict=True):
+            self._add(name, prompt, new_tokens)
+        self._steps(12)
+        self.engine.abort_request(names[1::2])
+        while self.engine.has_unfinished_requests():
+            for out in self.engine.step():
+                tokens[out.request_id] = list(out.outputs[0].token_ids)
+        counts = {name: value - before[name] for name, value in self._counts().items()}
+        return {"tokens": [tokens.get(name, []) for name in names[::2]], **counts}
+
+    def _add(self, name: str, prompt: Prompt, new_tokens: int) -> None:
+        from vllm import SamplingParams
+
+        asked = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, asked)
+
+    def _name(self) -> str:
+        self._requests += 1
+        return f"bench-{self._requests}"
+
+    def _random(self, length: int) -> Prompt:
+        return [self._draw.randrange(1000, 100000) for _ in range(length)]
+
+    def _counts(self) -> dict[str, int]:
+        import piecewise_graph as pg
+
+        counted = pg.counters.snapshot()
+        found = {name: counted.get(name, 0) for name in COUNTS}
+        return {"forwards": self.forwards, "preempted": self.preempted, **found}
+
+
+def _gap(logprobs: Mapping[int, Any]) -> float:
+    """Between the two largest."""
+    first, second = sorted((each.logprob for each in logprobs.values()), reverse=True)[:2]
+    return float(first - second)
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,114 @@
+"""The marks of bench_vllm, and the tables that benchmarks/README.md shows of its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from benchmarks.common import Mark
+from benchmarks.vllm_engine import Row
+
+OURS, BASE = "piecewise", "v1"  # this backend runs on vLLM's first runner
+NOT_REPLAYED = 0.01  # of the forwards up to the largest captured size
+
+
+def marks_of(rows: Sequence[Row]) -> list[Mark]:
+    """Those that the rows say something about."""
+    failed = sum("error" in row for row in rows)
+    return [
+        Mark("starts and parts that failed", failed, 0),
+        *_over(rows, "start", "ready_s", "seconds until ready"),
+        *_load_marks(rows),
+        *_over(rows, "eagle", "round_ms", "time of a round"),
+        *_answer_marks(rows),
+    ]
+
+
+def _over(rows: Sequence[Row], part: str, column: str, what: str) -> Iterator[Mark]:
+    """Ours over the first runner's: lower is better."""
+    for ours, theirs in _pairs(rows, part):
+        yield Mark(f"{_name(ours)}: {what} over {BASE}'s", ours[column] / theirs[column], 1.0)
+
+
+def _load_marks(rows: Sequence[Row]) -> Iterator[Mark]:
+    for ours, theirs in _pairs(rows, "load"):
+        name = _name(ours)
+        yield Mark(f"{name}: {BASE}'s tok/s over ours", theirs["tok_s"] / ours["tok_s"], 1.0)
+        yield Mark(f"{name}: share not replayed", not_replayed(ours), NOT_REPLAYED)
+
+
+def _answer_marks(rows: Sequence[Row]) -> Iterator[Mark]:
+    for part in ("answers", "features"):
+        for ours, theirs in _pairs(rows, part):
+            what = ours.get("feature", "64 prompts")
+            yield Mark(f"{what}: answers that differ from eager's", ours["differ"], theirs["differ"])
+    for row in rows:
+        if row["part"] == "http" and "differ" in row:
+            yield Mark("vllm serve: streamed answers that differ from eager's", row["differ"], 0)
+
+
+def not_replayed(row: Row) -> float:
+    """Of the forwards that are not above the largest captured size."""
+    within = row["forwards"] - row["fallbacks:above_max_tokens"]
+    return 1 - row["replays"] / within if within else math.nan
+
+
+def _pairs(rows: Sequence[Row], part: str) -> Iterator[tuple[Row, Row]]:
+    """(ours, the first runner's) of each case that both were measured in."""
+    cases: dict[tuple[object, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row["part"] == part and "error" not in row:
+            key = tuple(row.get(name) for name in ("shape", "users", "feature"))
+            cases.setdefault(key, {})[row.get("side", "")] = row
+    for sides in cases.values():
+        if OURS in sides and BASE in sides:
+            yield sides[OURS], sides[BASE]
+
+
+def _name(row: Row) -> str:
+    users = row.get("users")
+    told = "" if users is None else f", {users} user{'s' * (users > 1)}"
+    return f"{row['part']} {row['shape']}{told}"
+
+
+def matrix(rows: Sequence[Row]) -> str:
+    """Tables of Markdown."""
+    return "\n\n".join("\n".join(lines) for lines in (_speed(rows), _right(rows)) if len(lines) > 2)
+
+
+def _speed(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "| shape | users | side | tok/s (low, high) | TPOT ms | TTFT ms | not replayed | step ms | idle |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    steps = {_case(row): row for row in rows if row["part"] == "decode" and "error" not in row}
+    for row in rows:
+        if row["part"] != "load" or "error" in row:
+            continue
+        step = steps.get(_case(row), {})
+        idle = step.get("idle", {}).get("nothing_runs")
+        cells = [
+            row["shape"],
+            row["users"],
+            row["side"],
+            f"{row['tok_s']:,.0f} ({row['low']:,.0f}, {row['high']:,.0f})",
+        ]
+        cells += [f"{row['tpot_ms']:.2f}", f"{row['ttft_ms']:.1f}"]
+        cells += [f"{not_replayed(row):.1%}" if row["side"] == OURS else "-"]
+        cells += [f"{step['step_ms']:.2f}" if step else "-", "-" if idle is None else f"{idle:.0%}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def _right(rows: Sequence[Row]) -> list[str]:
+    lines = ["| what | side | answers that differ from eager's | at gaps of |", "|---|---|---|---|"]
+    for row in rows:
+        if row["part"] in ("answers", "features") and "differ" in row and row["side"] != "eager":
+            gaps = ", ".join(f"{each['gap']:.3f}" for each in row["differences"])
+            what = row.get("feature", "64 greedy prompts")
+            lines.append(f"| {what} | {row['side']} | {row['differ']} of {row['prompts']} | {gaps or '-'} |")
+    return lines
+
+
+def _case(row: Row) -> tuple[object, ...]:
+    return row["shape"], row["users"], row["side"]

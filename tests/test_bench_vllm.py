@@ -1,0 +1,130 @@
+"""bench_vllm with a double of vLLM's engine in its processes: turns, counts, marks and tables."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.vllm_report import marks_of, matrix
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmarks are run as such")
+
+VLLM = """
+import sys, time
+from collections import namedtuple
+from vllm.v1.worker.gpu_worker import Worker
+
+Out = namedtuple("Out", "token_ids logprobs")
+Answer = namedtuple("Answer", "request_id finished outputs")
+Value = namedtuple("Value", "logprob")
+Scheduled = namedtuple("Scheduled", "total_num_scheduled_tokens")
+
+class SamplingParams:
+    def __init__(self, max_tokens, **_):
+        self.max_tokens = max_tokens
+
+class Engine:
+    def __init__(self):
+        self.waiting, self.worker = {}, Worker()
+
+    def add_request(self, name, prompt, params):
+        self.waiting[name] = [prompt["prompt_token_ids"], params.max_tokens, []]
+
+    def abort_request(self, names):
+        for name in names:
+            self.waiting.pop(name)
+
+    def has_unfinished_requests(self):
+        return bool(self.waiting)
+
+    def step(self):
+        time.sleep(0.001)
+        self.worker.execute_model(Scheduled(len(self.waiting)))
+        found = []
+        for name, (prompt, wanted, tokens) in list(self.waiting.items()):
+            tokens.append(prompt[-1] + len(tokens))
+            done = len(tokens) == wanted
+            found.append(Answer(name, done, [Out(list(tokens), None)]))
+            if done:
+                self.waiting.pop(name)
+        return found
+
+class LLM:
+    def __init__(self, enforce_eager=False, enable_lora=False, compilation_config=None, **_):
+        if enable_lora and compilation_config:
+            raise ValueError("LoRA adapters are not served")
+        self.llm_engine, self.odd = Engine(), not enforce_eager and not compilation_config
+
+    def generate(self, prompts, params, use_tqdm):
+        names = [f"generated {index}" for index in range(len(prompts))]
+        for name, prompt in zip(names, prompts):
+            self.llm_engine.add_request(name, prompt, params)
+        found = {}
+        while len(found) < len(names):
+            found |= {each.request_id: each for each in self.llm_engine.step() if each.finished}
+        for name in names:
+            tokens = found[name].outputs[0].token_ids
+            if self.odd and name == names[-1]:
+                tokens[2] += 1
+            logprobs = [{token: Value(-0.1), token + 1: Value(-0.35)} for token in tokens]
+            yield Answer(name, True, [Out(tokens, logprobs)])
+"""
+MODULES = {
+    "vllm/__init__.py": VLLM,
+    "vllm/v1/core/sched/scheduler.py": "class Scheduler:\n    def _preempt_request(self): pass\n",
+    "vllm/v1/worker/gpu_worker.py": "class Worker:\n    def execute_model(self, scheduled): pass\n",
+}
+
+
+@pytest.fixture
+def double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`import vllm` finds the double, in the processes that are started."""
+    for name, source in MODULES.items():
+        path = tmp_path / "site" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))  # a spawned process takes over sys.path
+
+
+def test_sides_take_turns_and_are_counted(double: None, tmp_path: Path) -> None:
+    benchmark, out = importlib.import_module("benchmarks.bench_vllm"), tmp_path / "out.json"
+    given = ["--parts", "load,eagle,answers", "--shapes", "1b", "--users", "2", "--turns", "3"]
+    given += ["--per-user", "2", "--prompts", "3", "--sides", "v1,piecewise"]
+    assert benchmark.main([*given, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["command"] == "python -m benchmarks.bench_vllm " + " ".join(given)
+    by_part = {part: [row for row in found["rows"] if row["part"] == part] for part in ("load", "answers")}
+    for row in by_part["load"]:
+        # 3 turns of 2 requests of each of 2 users, 64 tokens, 2 at a time
+        assert row["forwards"] == 3 * 2 * 64 and row["low"] <= row["tok_s"] <= row["high"]
+    differ = {row["side"]: row["differences"] for row in by_part["answers"]}
+    one = [{"prompt": 2, "token": 2, "gap": pytest.approx(0.25)}]
+    assert differ == {"eager": [], "v1": one, "v2": one, "piecewise": []}
+    told = {mark["name"]: mark for mark in found["marks"]}
+    assert told["64 prompts: answers that differ from eager's"]["limit"] == 1
+    assert told["load 1b, 2 users: share not replayed"]["value"] == 1.0  # the double replays nothing
+    assert "eagle 1b, 2 users: time of a round over v1's" in told
+
+
+def test_what_is_refused_or_fails_is_a_row(double: None, tmp_path: Path) -> None:
+    benchmark, out = importlib.import_module("benchmarks.bench_vllm"), tmp_path / "out.json"
+    assert benchmark.main(["--parts", "features", "--prompts", "4", "--out", str(out)]) == 0
+    *rows, refused = json.loads(out.read_text())["rows"]
+    assert refused["feature"] == "LoRA" and "LoRA adapters are not served" in refused["refused"]
+    (aborted,) = [row for row in rows if (row["feature"], row["side"]) == ("abort", "piecewise")]
+    assert (aborted["prompts"], aborted["differ"]) == (2, 0)  # every second one was aborted
+
+
+def test_replays_above_the_largest_size_are_left_out() -> None:
+    counts = {"forwards": 100, "replays": 89, "fallbacks:above_max_tokens": 10}
+    common = {"part": "load", "shape": "1b", "users": 1, "tpot_ms": 1.0, "ttft_ms": 2.0, "low": 9, "high": 11}
+    rows = [
+        common | counts | {"side": side, "tok_s": speed} for side, speed in (("v1", 10), ("piecewise", 8))
+    ]
+    speed, share = (mark.value for mark in marks_of(rows)[1:])
+    assert (speed, share) == (1.25, pytest.approx(1 / 90))
+    assert "| 1b | 1 | piecewise | 8 (9, 11) | 1.00 | 2.0 | 1.1% | - | - |" in matrix(rows)
