@@ -42,10 +42,13 @@ class ForwardContext:
         object.__setattr__(self, "graph_key", graph_key)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python and Dynamo ask any object for these
+            raise AttributeError(name)
+        fields = object.__getattribute__(self, "_fields")  # where there is no such slot, not here again
         try:
-            return self._fields[name]
+            return fields[name]
         except KeyError:
-            raise ContextError.missing_field(name, self._fields) from None
+            raise ContextError.missing_field(name, fields) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"forward context is frozen; pass {name}= to pg.forward_context")

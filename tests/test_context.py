@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -74,6 +75,25 @@ def test_other_threads_do_not_see_it() -> None:
         thread.start()
         thread.join()
     assert seen == [None]
+
+
+def test_a_function_that_torch_compiles_may_read_one() -> None:
+    """Dynamo asks the context for attributes that any object has."""
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * pg.get_forward_context().factor
+
+    compiled = torch.compile(scaled, backend="eager")
+    for factor in (2.0, 3.0):
+        with pg.forward_context(factor=factor):
+            assert torch.equal(compiled(torch.ones(2)), torch.full((2,), factor))
+
+
+def test_what_any_object_may_be_asked_for_is_no_field() -> None:
+    with pg.forward_context(page=16) as context:
+        assert not hasattr(context, "__dict__")
+        with pytest.raises(AttributeError, match="frozen"):
+            copy.copy(context)  # it had no end
 
 
 @pytest.mark.parametrize("count", [3, 4, 9])
