@@ -30,7 +30,7 @@ transformers' static cache, the same step under `torch.compile(mode="reduce-over
 and this backend, frozen, on a paged cache with attention in one graph.
 
 Each case has a process of its own. Up to --jobs of them compile side by side, since that takes longest; then
-they measure one after the other, and the sides of a case take turns, eager in the first two rounds only.
+they measure one after the other, and the sides of a case take turns, eager in the first round only.
 `replayed` is the share of forwards that graphs served while this backend was timed: of the steps of generate
 those behind the prompt's.
 """
@@ -171,11 +171,12 @@ def measured(cases: Sequence[Case], setting: Setting, patience: float) -> Iterat
         early.append(_received(case, ours, until - time.monotonic()))
         print(case.row, early[-1] or f"ready, {patience + time.monotonic() - until:.0f} s", flush=True)
         if early[-1] is not None:
-            process.terminate()
+            process.kill()
     for (case, ours, process), failed in zip(started, early, strict=True):
         if failed is None:
             ours.send(None)
         yield failed or _received(case, ours) or []
+        process.kill()  # its own way out takes seconds, and frees nothing more
         process.join()
 
 

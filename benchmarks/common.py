@@ -170,7 +170,7 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _timing(seconds: list[float]) -> Timing:
-    low, _, high = statistics.quantiles(seconds, n=4)
+    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else 3 * seconds
     return Timing(statistics.median(seconds), low, high)
 
 

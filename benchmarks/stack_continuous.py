@@ -65,7 +65,7 @@ def _generated(model: Any, prompts: list[list[int]], new_tokens: int, *, theirs:
 
 
 def _measured(setting: Setting, common: Row, calls: dict[str, Any]) -> list[Row]:
-    turns = in_turns(calls, rounds=setting.rounds)
+    turns = in_turns(calls, rounds=setting.rounds, warmups=0)
     ours, theirs = turns["piecewise"], turns["transformers"]
     steps = ours.served["replays"] + ours.served["tapes"] + ours.served["fallbacks"]
     pairs = list(zip(ours.result, theirs.result, strict=True))

@@ -42,7 +42,7 @@ def _ways(setting: Setting) -> dict[str, dict[str, Any]]:
 
 
 def _measured(setting: Setting, common: Row, sides: dict[str, Any]) -> list[Row]:
-    turns = in_turns(sides, rounds=setting.rounds)
+    turns = in_turns(sides, rounds=setting.rounds, warmups=0)
     new = {side: taken.result[:, PROMPT:] for side, taken in turns.items()}
     steps = common["new_tokens"] - 1  # those behind the prompt's
     return [

@@ -124,7 +124,7 @@ class PagedLoop:
 
 @on_own_stream(torch.no_grad)
 def _measured(setting: Setting, common: Row, loops: dict[str, Loop]) -> list[Row]:
-    turns = in_turns(loops, rounds=setting.rounds)
+    turns = in_turns(loops, rounds=setting.rounds, warmups=0)
     new_tokens = common["new_tokens"]
     return [
         row | {"first_other_token": first_difference(turns[row["side"]].result, turns["eager"].result)}

@@ -15,7 +15,7 @@ import piecewise_graph as pg
 from benchmarks.common import Timing, alternate, seconds_of
 
 OURS = ("piecewise", "full")  # the sides of this backend
-EAGER_ROUNDS = 2  # it is by far the slowest side, and no mark is about its time
+EAGER_ROUNDS = 1  # it is by far the slowest side, and no mark is about its time
 SIDE_SECONDS = 1.0  # about as long takes each side of a case whose calls are decode steps
 
 Row = dict[str, Any]
