@@ -12,8 +12,8 @@ Sides: vLLM's first runner (v1) and its second one (v2) as they are by default, 
 has a process of its own, all on one GPU. They start one after the other, compiling into empty caches
 (`ready_s` counts from the start of the process, imports included), and take turns in serving.
 
-decode: in the same processes, steps that nothing joins or leaves: wall time, the device's idle share under
-torch's profiler, and what Python's time goes to under cProfile.
+decode: in the same processes, steps that nothing joins or leaves: wall time, host time of the model's call,
+the device's idle share under torch's profiler, and what Python's time goes to under cProfile.
 
 eagle: the same steps with an EAGLE head of one layer and three drafted tokens: the time of a round.
 
@@ -205,7 +205,7 @@ def feature(name: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def features(options: argparse.Namespace) -> Iterator[Row]:
-    for name in FEATURES:
+    for name in options.features.split(","):
         yield from feature(name, options)
     with engines(("piecewise",), trained_model() | {"enable_lora": True}) as (_, started):
         (row,) = started
@@ -263,6 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--per-user", type=int, default=8, help="requests of a user per turn")
     parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--features", default=",".join(FEATURES))
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_vllm.json")
     parser.add_argument("--report", action="store_true", help="tables of results that are there")
     options = parser.parse_args(given)

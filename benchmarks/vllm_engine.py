@@ -7,15 +7,15 @@ that it is no part of a side's start.
 
 from __future__ import annotations
 
-import cProfile
 import multiprocessing
 import os
-import pstats
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -138,12 +138,13 @@ class Load:
 
 
 class Served:
-    """The engine, with counts of its forwards and of preempted requests."""
+    """The engine, with counts of its forwards and preempted requests, and the time of its model's calls."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from vllm import LLM
 
         self.forwards = self.preempted = self._requests = 0
+        self.calls: list[float] = []  # host seconds of the first runner's calls of its model
         self._count()
         self._draw = random.Random(0)
         began = time.monotonic()
@@ -154,9 +155,11 @@ class Served:
     def _count(self) -> None:
         """Count what vLLM does, where it does it."""
         from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
         from vllm.v1.worker.gpu_worker import Worker
 
         execute, preempt = Worker.execute_model, Scheduler._preempt_request
+        forward = GPUModelRunner._model_forward
 
         def execute_model(worker: Any, scheduled: Any, *args: Any, **options: Any) -> Any:
             self.forwards += scheduled.total_num_scheduled_tokens > 0
@@ -166,7 +169,15 @@ class Served:
             self.preempted += 1
             return preempt(*args, **options)
 
+        def model_forward(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return forward(*args, **options)
+            finally:
+                self.calls.append(time.perf_counter() - began)
+
         Worker.execute_model, Scheduler._preempt_request = execute_model, preempt_request
+        GPUModelRunner._model_forward = model_forward
 
     # --- throughput ---------------------------------------------------------------------------------
 
@@ -213,8 +224,9 @@ class Served:
             profiled: steps under torch's profiler, and again under Python's; 0 = none.
 
         Returns:
-            step_ms (wall), and of the profiled ones idle (IdleTime), busy_ms (the device's, per step) and
-            host: what Python's time went to, by function.
+            step_ms (wall), call_us (until a call of the model returns; of the first runner), and of the
+            profiled ones idle (IdleTime), busy_ms (the device's, per step) and host: what Python's time
+            went to, by function.
         """
         import torch
 
@@ -224,9 +236,15 @@ class Served:
         self._steps(24)  # prompts are read, and the first decode steps are over
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        self.calls.clear()
         row: Row = {"step_ms": 1e3 * self._steps(steps) / steps}
+        if self.calls:
+            row["call_us"] = 1e6 * _median(self.calls)
         if profiled:
-            row |= {"idle": self._traced(profiled), "host": self._host(profiled)}
+            from benchmarks.vllm_profile import device_time, host_time
+
+            work = partial(self._steps, profiled)
+            row |= {"idle": device_time(work, profiled), "host": host_time(work, profiled)}
         self.engine.abort_request(names)
         while self.engine.has_unfinished_requests():
             self.engine.step()
@@ -238,42 +256,6 @@ class Served:
         for _ in range(count):
             self.engine.step()
         return time.perf_counter() - began
-
-    def _traced(self, steps: int) -> Row:
-        from torch.profiler import ProfilerActivity, profile
-
-        from benchmarks.idle_time import idle_time, read_events
-
-        with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            self._steps(steps)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            trace.export_chrome_trace(str(path))
-            found = idle_time(read_events(path))
-        if found is None:
-            return {}
-        busy = (1 - found.nothing_runs) * found.window_us / steps / 1e3
-        return {**asdict(found), "busy_ms": busy}
-
-    def _host(self, steps: int) -> list[Row]:
-        """Functions by their own time, in microseconds per step; the profiler slows each call."""
-        profiler = cProfile.Profile()
-        profiler.enable()
-        self._steps(steps)
-        profiler.disable()
-        stats: Any = pstats.Stats(profiler)
-        rows = [
-            {
-                "function": f"{Path(place).parent.name}/{Path(place).name}:{line}({name})",
-                "calls": calls / steps,
-                "own_us": own / steps * 1e6,
-                "all_us": within / steps * 1e6,
-            }
-            for (place, line, name), (_, calls, own, within, _) in stats.stats.items()
-        ]
-        by_own = sorted(rows, key=lambda row: -row["own_us"])[:25]
-        by_all = sorted(rows, key=lambda row: -row["all_us"])[:60]
-        return [*by_own, *(row for row in by_all if row not in by_own)]
 
     # --- answers ------------------------------------------------------------------------------------
 
@@ -319,9 +301,8 @@ class Served:
         return [self._draw.randrange(1000, 100000) for _ in range(length)]
 
     def _counts(self) -> dict[str, int]:
-        import piecewise_graph as pg
-
-        counted = pg.counters.snapshot()
+        backend = sys.modules.get("piecewise_graph")  # vLLM imports it, because it is a plugin
+        counted = backend.counters.snapshot() if backend is not None else {}
         found = {name: counted.get(name, 0) for name in COUNTS}
         return {"forwards": self.forwards, "preempted": self.preempted, **found}
 

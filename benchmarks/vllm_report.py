@@ -78,8 +78,8 @@ def matrix(rows: Sequence[Row]) -> str:
 
 def _speed(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "| shape | users | side | tok/s (low, high) | TPOT ms | TTFT ms | not replayed | step ms | idle |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| | users | side | tok/s (range) | TPOT ms | TTFT ms | not replayed | step ms | call µs | idle |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     steps = {_case(row): row for row in rows if row["part"] == "decode" and "error" not in row}
     for row in rows:
@@ -95,7 +95,9 @@ def _speed(rows: Sequence[Row]) -> list[str]:
         ]
         cells += [f"{row['tpot_ms']:.2f}", f"{row['ttft_ms']:.1f}"]
         cells += [f"{not_replayed(row):.1%}" if row["side"] == OURS else "-"]
-        cells += [f"{step['step_ms']:.2f}" if step else "-", "-" if idle is None else f"{idle:.0%}"]
+        cells += [f"{step['step_ms']:.2f}" if step else "-"]
+        cells += [f"{step['call_us']:.0f}" if "call_us" in step else "-"]
+        cells += ["-" if idle is None else f"{idle:.0%}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 

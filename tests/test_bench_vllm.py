@@ -76,7 +76,13 @@ class LLM:
 MODULES = {
     "vllm/__init__.py": VLLM,
     "vllm/v1/core/sched/scheduler.py": "class Scheduler:\n    def _preempt_request(self): pass\n",
-    "vllm/v1/worker/gpu_worker.py": "class Worker:\n    def execute_model(self, scheduled): pass\n",
+    "vllm/v1/worker/gpu_model_runner.py": "class GPUModelRunner:\n    def _model_forward(self): pass\n",
+    "vllm/v1/worker/gpu_worker.py": """
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+class Worker:
+    def execute_model(self, scheduled):
+        GPUModelRunner()._model_forward()
+""",
 }
 
 
@@ -92,7 +98,7 @@ def double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sides_take_turns_and_are_counted(double: None, tmp_path: Path) -> None:
     benchmark, out = importlib.import_module("benchmarks.bench_vllm"), tmp_path / "out.json"
-    given = ["--parts", "load,eagle,answers", "--shapes", "1b", "--users", "2", "--turns", "3"]
+    given = ["--parts", "load,decode,eagle,answers", "--shapes", "1b", "--users", "2", "--turns", "3"]
     given += ["--per-user", "2", "--prompts", "3", "--sides", "v1,piecewise"]
     assert benchmark.main([*given, "--out", str(out)]) == 0
     found = json.loads(out.read_text())
@@ -101,6 +107,9 @@ def test_sides_take_turns_and_are_counted(double: None, tmp_path: Path) -> None:
     for row in by_part["load"]:
         # 3 turns of 2 requests of each of 2 users, 64 tokens, 2 at a time
         assert row["forwards"] == 3 * 2 * 64 and row["low"] <= row["tok_s"] <= row["high"]
+    for row in [row for row in found["rows"] if row["part"] == "decode"]:
+        steps = [each for each in row["host"] if "(execute_model)" in each["function"]]
+        assert {each["calls"] for each in steps} == {1.0} and row["call_us"] < 1e3 * row["step_ms"]
     differ = {row["side"]: row["differences"] for row in by_part["answers"]}
     one = [{"prompt": 2, "token": 2, "gap": pytest.approx(0.25)}]
     assert differ == {"eager": [], "v1": one, "v2": one, "piecewise": []}
@@ -112,7 +121,10 @@ def test_sides_take_turns_and_are_counted(double: None, tmp_path: Path) -> None:
 
 def test_what_is_refused_or_fails_is_a_row(double: None, tmp_path: Path) -> None:
     benchmark, out = importlib.import_module("benchmarks.bench_vllm"), tmp_path / "out.json"
-    assert benchmark.main(["--parts", "features", "--prompts", "4", "--out", str(out)]) == 0
+    assert (
+        benchmark.main(["--parts", "features", "--features", "abort", "--prompts", "4", "--out", str(out)])
+        == 0
+    )
     *rows, refused = json.loads(out.read_text())["rows"]
     assert refused["feature"] == "LoRA" and "LoRA adapters are not served" in refused["refused"]
     (aborted,) = [row for row in rows if (row["feature"], row["side"]) == ("abort", "piecewise")]
@@ -127,4 +139,4 @@ def test_replays_above_the_largest_size_are_left_out() -> None:
     ]
     speed, share = (mark.value for mark in marks_of(rows)[1:])
     assert (speed, share) == (1.25, pytest.approx(1 / 90))
-    assert "| 1b | 1 | piecewise | 8 (9, 11) | 1.00 | 2.0 | 1.1% | - | - |" in matrix(rows)
+    assert "| 1b | 1 | piecewise | 8 (9, 11) | 1.00 | 2.0 | 1.1% | - | - | - |" in matrix(rows)

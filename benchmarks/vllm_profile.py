@@ -1,0 +1,55 @@
+"""Where the time of an engine's steps goes: on the device, and in Python."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.idle_time import idle_time, read_events
+
+Row = dict[str, Any]
+
+
+def device_time(work: Callable[[], object], steps: int) -> Row:
+    """IdleTime of `work`, which makes so many steps, and busy_ms, of the device per step."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        found = idle_time(read_events(path))
+    if found is None:
+        return {}
+    busy = (1 - found.nothing_runs) * found.window_us / steps / 1e3
+    return {**asdict(found), "busy_ms": busy}
+
+
+def host_time(work: Callable[[], object], steps: int) -> list[Row]:
+    """Functions by their own time, then others by all of it, in microseconds per step.
+
+    The profiler slows each call of a function, so the times compare functions, not sides.
+    """
+    profiler = cProfile.Profile()
+    profiler.enable()
+    work()
+    profiler.disable()
+    stats: Any = pstats.Stats(profiler)
+    rows = [
+        {
+            "function": f"{Path(place).parent.name}/{Path(place).name}:{line}({name})",
+            "calls": calls / steps,
+            "own_us": own / steps * 1e6,
+            "all_us": within / steps * 1e6,
+        }
+        for (place, line, name), (_, calls, own, within, _) in stats.stats.items()
+    ]
+    by_own = sorted(rows, key=lambda row: -row["own_us"])[:25]
+    by_all = sorted(rows, key=lambda row: -row["all_us"])[:60]
+    return [*by_own, *(row for row in by_all if row not in by_own)]
