@@ -140,3 +140,12 @@ def test_replays_above_the_largest_size_are_left_out() -> None:
     speed, share = (mark.value for mark in marks_of(rows)[1:])
     assert (speed, share) == (1.25, pytest.approx(1 / 90))
     assert "| 1b | 1 | piecewise | 8 (9, 11) | 1.00 | 2.0 | 1.1% | - | - | - |" in matrix(rows)
+
+
+def test_the_table_is_made_from_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(__file__).parents[1] / "benchmarks"
+    found = json.loads((folder / "results" / "bench_vllm.json").read_text())
+    assert importlib.import_module("benchmarks.bench_vllm").main(["--report"]) == 0
+    told = capsys.readouterr().out.strip()
+    assert told == matrix(found["rows"]) and told in (folder / "README.md").read_text()
+    assert [mark.as_row() for mark in marks_of(found["rows"])] == found["marks"]
