@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_doubles as doubles
-from vllm_worker_doubles import GPUModelRunner, Worker, eagle, started
+from vllm_worker_doubles import GPUModelRunner, Worker, config, eagle, started, worker
 
 import piecewise_graph as pg
 from piecewise_graph.integrations import vllm as plugin
@@ -34,18 +34,6 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     doubles.install(monkeypatch)
     monkeypatch.setenv("PIECEWISE_GRAPH_COMPILER", "eager")
     plugin.register()
-
-
-def config(**given: Any) -> Any:
-    compilation = doubles.CompilationConfig(**{"backend": "piecewise", **given.pop("compilation", {})})
-    return sys.modules["vllm.config"].VllmConfig(compilation_config=compilation, **given)
-
-
-def worker(**given: Any) -> Any:
-    """A started worker of the class that the configuration names."""
-    made = config(**given)
-    module, _, name = made.parallel_config.worker_cls.rpartition(".")
-    return started(getattr(importlib.import_module(module), name), made)
 
 
 def reference() -> Any:
@@ -134,53 +122,35 @@ def test_the_second_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         config()
 
 
-# --- hooks --------------------------------------------------------------------------------------------------
-
-
-def test_a_vllm_without_the_first_hook_starts_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(sys.modules["vllm.config"], "VllmConfig", type("VllmConfig", (), {}))
-    plugin.register()
-    assert "vLLM 0.23.0 has no vllm.config.VllmConfig.__post_init__" in caplog.text
-
-
-@pytest.mark.parametrize("field", ["kv_transfer_config", "kernel_config", "offload_config"])
-def test_a_setting_that_moved_is_named(field: str) -> None:
-    given = vars(config(compilation={"backend": "inductor"}))
-    del given[field]
-    given["compilation_config"] = doubles.CompilationConfig(backend="piecewise")
-    with pytest.raises(IntegrationError, match=f"VllmConfig.{field}"):
-        sys.modules["vllm.config"].VllmConfig.__post_init__(types.SimpleNamespace(**given))
-
-
-@pytest.mark.parametrize("name", ["init_device", "wake_up", "finish_weight_update"])
-def test_a_method_of_the_worker_that_moved_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = config()
-    monkeypatch.delattr(Worker, name)
-    ours = importlib.import_module("piecewise_graph.integrations.vllm_worker").PiecewiseWorker
-    with pytest.raises(IntegrationError, match=f"Worker.{name}, which"):
-        ours(made).init_device()
-
-
-@pytest.mark.parametrize("name", ["profile_cudagraph_memory", "capture_model"])
-def test_a_method_of_the_runner_that_moved_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(GPUModelRunner, name)
-    with pytest.raises(IntegrationError, match=f"GPUModelRunner.{name}, which"):
-        worker()
-
-
-@pytest.mark.parametrize(
-    "gone", ["vllm.forward_context:set_forward_context", "vllm.v1.worker.gpu_worker:Worker"]
-)
-def test_a_module_without_its_attribute_is_named(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    doubles.install(monkeypatch, without=[gone])
-    plugin.register()
-    with pytest.raises(IntegrationError, match=gone.replace(":", ".")):
-        worker()
-
-
 # --- vLLM's order of calls ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("current", ["default", "other"])
+def test_a_worker_leaves_the_default_stream_once_its_work_is_done(
+    current: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    doubles_of_cuda = {
+        "current_stream": lambda: current,
+        "default_stream": lambda: "default",
+        "synchronize": lambda: done.append("synchronize"),
+        "Stream": lambda: "new",
+        "set_stream": done.append,
+    }
+    for name, double in doubles_of_cuda.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    importlib.import_module("piecewise_graph.integrations.vllm_worker").leave_default_stream()
+    assert done == (["synchronize", "new"] if current == "default" else [])
+
+
+@pytest.mark.gpu
+def test_the_worker_is_off_the_default_stream() -> None:
+    before = torch.cuda.current_stream()
+    try:
+        worker()
+        assert torch.cuda.current_stream() != torch.cuda.default_stream()
+    finally:
+        torch.cuda.set_stream(before)
 
 
 def test_graphs_are_captured_at_the_capture_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:

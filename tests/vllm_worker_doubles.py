@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from vllm_doubles import (
     MOST_TOKENS,
     REQUESTS,
     BatchDescriptor,
+    CompilationConfig,
     CompilationMode,
     CUDAGraphMode,
     Metadata,
@@ -212,3 +215,15 @@ def started(make: type, config: VllmConfig) -> Any:
 
 def eagle() -> Any:
     return types.SimpleNamespace(use_eagle=lambda: True)
+
+
+def config(**given: Any) -> Any:
+    compilation = CompilationConfig(**{"backend": "piecewise", **given.pop("compilation", {})})
+    return sys.modules["vllm.config"].VllmConfig(compilation_config=compilation, **given)
+
+
+def worker(**given: Any) -> Any:
+    """A started worker of the class that the configuration names."""
+    made = config(**given)
+    module, _, name = made.parallel_config.worker_cls.rpartition(".")
+    return started(getattr(importlib.import_module(module), name), made)

@@ -1,9 +1,17 @@
-"""vLLM's worker for GPUs, with graphs of this backend; vLLM imports it by name, in the worker's process."""
+"""vLLM's worker for GPUs, with graphs of this backend; vLLM imports it by name, in the worker's process.
+
+Note [Off the default stream]
+With several GPUs vLLM leaves CUDA's default stream when it makes its communicators; with one GPU it does not.
+This worker always does: there, each replay would take a detour (see the note of that name in graph_pool.py).
+What vLLM runs besides (copies of outputs, drafts) waits for the current stream, whichever it is.
+"""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from typing import Any
+
+import torch
 
 from piecewise_graph.integrations.stacks import VLLM
 from piecewise_graph.integrations.vllm import WORKER
@@ -43,6 +51,13 @@ def check_hooks() -> None:
             raise VLLM.missing(f"ForwardContext.{name}")
 
 
+def leave_default_stream() -> None:
+    """Of the current device, for this thread and for good; see Note [Off the default stream]."""
+    if torch.cuda.current_stream() == torch.cuda.default_stream():
+        torch.cuda.synchronize()  # buffers that vLLM has made are filled there
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+
 class PiecewiseWorker(Worker):
     """Captures and replays; graphs go whenever the KV cache, the weights or their memory go."""
 
@@ -52,6 +67,8 @@ class PiecewiseWorker(Worker):
     def init_device(self) -> None:
         check_hooks()
         super().init_device()
+        if torch.cuda.is_available():
+            leave_default_stream()
         self._graphs = RunnerGraphs(self.model_runner)
 
     def load_model(self, **options: Any) -> None:
@@ -64,6 +81,8 @@ class PiecewiseWorker(Worker):
 
     def sleep(self, level: int = 1) -> None:
         self._graphs.drop()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # vLLM copies on the default stream, and unmaps what was copied
         super().sleep(level)
         self._asleep = _ASLEEP
 
