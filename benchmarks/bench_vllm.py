@@ -10,7 +10,8 @@ Run it outside of the project's root, which would hide the installed package.
 load: random weights; 1 to 32 users, each sends a prompt of 128 tokens, waits for 64, and sends the next one.
 Sides: vLLM's first runner (v1) and its second one (v2) as they are by default, and this backend. Each side
 has a process of its own, all on one GPU. They start one after the other, compiling into empty caches
-(`ready_s` counts from the start of the process, imports included), and take turns in serving.
+(`engine_s` is the time of making the engine, `ready_s` counts from the start of the process and includes the
+imports, which the first side reads from the disk), and take turns in serving.
 
 decode: in the same processes, steps that nothing joins or leaves: wall time, host time of the model's call,
 the device's idle share under torch's profiler, and what Python's time goes to under cProfile.
@@ -24,7 +25,8 @@ is listed.
 features: the same prompts with an fp8 KV cache, cached prefixes, chunked prefill, too few KV blocks (requests
 are preempted), and every second request aborted.
 
-http: `vllm serve` with this backend, its engine in a process of its own, and a client that streams.
+http: `vllm serve` as eager, v1 and with this backend, the engine in a process of its own, and a client that
+streams.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +47,7 @@ from benchmarks import vllm_http
 from benchmarks.common import RESULTS, table, without_out, write
 from benchmarks.eagle_greedy import differences
 from benchmarks.eagle_pair import MODELS, heldout_prompts
-from benchmarks.vllm_engine import SIDES, Engine, EngineError, Row
+from benchmarks.vllm_engine import SIDES, Engine, EngineError, Row, caches_of
 from benchmarks.vllm_report import marks_of, matrix
 
 PROMPT, NEW_TOKENS, WARM_UP = 128, 64, 2  # tokens, tokens, requests per user of a turn that is not counted
@@ -126,6 +129,8 @@ def engines(
 
 def load_and_decode(shape: str, options: argparse.Namespace) -> Iterator[Row]:
     sides, parts = options.sides.split(","), options.parts.split(",")
+    for side in sides:
+        shutil.rmtree(caches_of(side), ignore_errors=True)
     with engines(sides, random_weights(shape)) as (ready, started):
         yield from ({"part": "start", "shape": shape, **row} for row in started)
         for users in map(int, options.users.split(",")):
@@ -135,8 +140,11 @@ def load_and_decode(shape: str, options: argparse.Namespace) -> Iterator[Row]:
                     yield {"part": "load", **common, "side": side, **middle(turns)}
             for side, engine in ready.items() if "decode" in parts else ():
                 found = engine.ask("decode", users=users, prompt=PROMPT, steps=60, profiled=20)
-                print_host(side, users, found["host"])
-                yield {"part": "decode", **common, "side": side, **found, "host": found["host"][:12]}
+                kernels = found["idle"].pop("kernels", [])
+                print_profile(f"{side}, {users} users", found["host"], kernels)
+                per_step = sum(each["calls"] for each in kernels)
+                told = {"kernels": per_step, "host": found["host"][:12]}
+                yield {"part": "decode", **common, "side": side, **found, **told}
 
 
 def served_in_turns(
@@ -204,9 +212,8 @@ def feature(name: str, options: argparse.Namespace) -> Iterator[Row]:
         yield from (common | row for row in beside_eager(found))
 
 
-def features(options: argparse.Namespace) -> Iterator[Row]:
-    for name in options.features.split(","):
-        yield from feature(name, options)
+def lora() -> Iterator[Row]:
+    """It is refused before weights are loaded."""
     with engines(("piecewise",), trained_model() | {"enable_lora": True}) as (_, started):
         (row,) = started
         yield {"part": "features", "feature": "LoRA", "side": "piecewise", "refused": row.get("error", "no")}
@@ -219,7 +226,7 @@ def beside_eager(found: Mapping[str, Row]) -> Iterator[Row]:
         counts = {name: value for name, value in answer.items() if name not in ("tokens", "gaps")}
         row = {"side": side, "prompts": len(answer["tokens"]), **counts}
         if wanted is not None:
-            gaps = wanted.get("gaps") or [[float("nan")] * len(each) for each in wanted["tokens"]]
+            gaps = wanted.get("gaps") or [[None] * len(each) for each in wanted["tokens"]]
             others = differences(answer["tokens"], wanted["tokens"], gaps)
             row |= {"differ": len(others), "differences": others}
         yield row
@@ -231,7 +238,8 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def http(options: argparse.Namespace) -> Iterator[Row]:
-    yield {"part": "http", **vllm_http.streamed(prompts(options.prompts)[8:16], NEW_TOKENS)}
+    for row in vllm_http.streamed(prompts(options.prompts)[8:16], NEW_TOKENS):
+        yield {"part": "http", **row}
 
 
 PARTS = ("load", "decode", "eagle", "answers", "features", "http")
@@ -243,14 +251,21 @@ def calls(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Itera
         yield f"load {shape}", partial(load_and_decode, shape, options)
     for shape in shapes if "eagle" in parts else ():
         yield f"eagle {shape}", partial(eagle, shape, options)
-    for name, part in (("answers", answers), ("features", features), ("http", http)):
-        if name in parts:
-            yield name, partial(part, options)
+    if "answers" in parts:
+        yield "answers", partial(answers, options)
+    for name in options.features.split(",") if "features" in parts else ():
+        yield name, partial(feature, name, options)
+    if "features" in parts:
+        yield "LoRA", lora
+    if "http" in parts:
+        yield "http", partial(http, options)
 
 
-def print_host(side: str, users: int, rows: Sequence[Row]) -> None:
-    print(f"host time of a decode step, {side}, {users} users")
-    print(table(rows, ("function", "calls", "own_us", "all_us")), flush=True)
+def print_profile(what: str, host: Sequence[Row], kernels: Sequence[Row]) -> None:
+    print(f"a decode step of {what}: host")
+    print(table(host, ("function", "calls", "own_us", "all_us")))
+    print(f"a decode step of {what}: device")
+    print(table(kernels, ("kernel", "calls", "us")), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

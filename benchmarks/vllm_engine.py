@@ -53,9 +53,14 @@ ENVIRONMENT = {
 }
 
 
+def caches_of(side: str) -> Path:
+    """A folder of this side alone."""
+    return Path(tempfile.gettempdir()) / f"bench_vllm_{side}"
+
+
 def environment_of(side: str) -> dict[str, str]:
-    """Variables of a side's process: each side compiles into caches of its own, empty at first."""
-    caches = Path(tempfile.gettempdir()) / f"bench_vllm_{side}"
+    """Variables of a side's process."""
+    caches = caches_of(side)
     places = {
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
@@ -232,7 +237,7 @@ class Served:
 
         names = [self._name() for _ in range(users)]
         for name in names:
-            self._add(name, self._random(prompt), new_tokens=4 * (steps + profiled) + 64)
+            self._add(name, self._random(prompt), new_tokens=4 * (24 + steps + 2 * profiled))
         self._steps(24)  # prompts are read, and the first decode steps are over
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +24,27 @@ MODEL = str(MODELS / "byte-llama")
 PATIENCE = 180  # seconds until the server answers
 ASKED = {
     "eager": ["--enforce-eager"],
+    "v1": list[str](),
     "piecewise": ["-cc.backend=piecewise"],
 }
 
 
 class ServerError(Exception):
-    """The server did not come up."""
+    """The server did not come up, or did not answer."""
 
 
-def streamed(prompts: Sequence[list[int]], new_tokens: int) -> dict[str, Any]:
-    """Both servers' answers to each prompt: how many differ, chunks per answer, and what the log says."""
-    found, told = dict[str, list[list[int]]](), dict[str, Any]()
+def streamed(prompts: Sequence[list[int]], new_tokens: int) -> Iterator[dict[str, Any]]:
+    """Per server how many of its answers differ from the eager one's, chunks per answer, and its log."""
+    wanted = list[list[int]]()
     for side, asked in ASKED.items():
         with server(side, asked) as (port, log):
             answers = [list(stream(port, prompt, new_tokens)) for prompt in prompts]
-            found[side] = [[token for chunk in answer for token in chunk] for answer in answers]
-            told["chunks"] = [len(answer) for answer in answers]
-            told["log"] = re.findall(r"(?:target model|planned memory).*", log.read_text())[:12]
-    different = sum(ours != theirs for ours, theirs in zip(*found.values(), strict=True))
-    return {
-        "side": "piecewise",
-        "prompts": len(prompts),
-        "new_tokens": new_tokens,
-        "differ": different,
-        **told,
-    }
+            told = re.findall(r"(?:target model|planned memory).*", log.read_text())[:12]
+        found = [[token for chunk in answer for token in chunk] for answer in answers]
+        wanted = wanted or found
+        differ = sum(own != other for own, other in zip(found, wanted, strict=True))
+        counts = {"prompts": len(prompts), "differ": differ, "chunks": [len(answer) for answer in answers]}
+        yield {"side": side, **counts, "log": told}
 
 
 @contextmanager
@@ -71,7 +67,8 @@ def server(side: str, asked: Sequence[str]) -> Iterator[tuple[int, Path]]:
             _wait(process, port, log)
             yield port, log
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it ended by itself
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
@@ -98,9 +95,15 @@ def stream(port: int, prompt: list[int], new_tokens: int) -> Iterator[list[int]]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(asked), headers)
-    for line in connection.getresponse():
+    response = connection.getresponse()
+    if response.status != 200:
+        raise ServerError(f"vllm serve refused a prompt: {response.read().decode()[:500]}")
+    for line in response:
         data = line.decode().removeprefix("data: ").strip()
         if data and data != "[DONE]":
-            tokens = json.loads(data)["choices"][0].get("token_ids")
+            chunk = json.loads(data)
+            if "choices" not in chunk:
+                raise ServerError(f"vllm serve broke a stream off: {data[:500]}")
+            tokens = chunk["choices"][0].get("token_ids")
             if tokens:
                 yield tokens

@@ -5,30 +5,46 @@ from __future__ import annotations
 import cProfile
 import pstats
 import tempfile
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.idle_time import idle_time, read_events
+from benchmarks.idle_time import Event, idle_time, read_events
+from piecewise_graph.bench.trace import WORK
 
 Row = dict[str, Any]
 
 
 def device_time(work: Callable[[], object], steps: int) -> Row:
-    """IdleTime of `work`, which makes so many steps, and busy_ms, of the device per step."""
+    """IdleTime of `work`, which makes so many steps; busy_ms, of the device per step; kernels, by time."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         work()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(path))
-        found = idle_time(read_events(path))
+        events = read_events(path)
+    found = idle_time(events)
     if found is None:
         return {}
     busy = (1 - found.nothing_runs) * found.window_us / steps / 1e3
-    return {**asdict(found), "busy_ms": busy}
+    return {**asdict(found), "busy_ms": busy, "kernels": kernels_of(events, steps)}
+
+
+def kernels_of(events: Iterable[Event], steps: int) -> list[Row]:
+    """What the device does, in microseconds per step, what takes longest first."""
+    taken: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in WORK:
+            taken[event["name"][:100]].append(event.get("dur", 0.0))
+    rows = [
+        {"kernel": name, "calls": len(times) / steps, "us": sum(times) / steps}
+        for name, times in taken.items()
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
 
 
 def host_time(work: Callable[[], object], steps: int) -> list[Row]:

@@ -119,6 +119,18 @@ def test_sides_take_turns_and_are_counted(double: None, tmp_path: Path) -> None:
     assert "eagle 1b, 2 users: time of a round over v1's" in told
 
 
+def test_kernels_are_counted_per_step() -> None:
+    taken = (
+        ("gemm", "kernel", 4.0),
+        ("norm", "kernel", 1.0),
+        ("gemm", "kernel", 6.0),
+        ("step", "cpu_op", 9.0),
+    )
+    events = [{"ph": "X", "cat": cat, "name": name, "dur": dur, "ts": 0} for name, cat, dur in taken]
+    found = importlib.import_module("benchmarks.vllm_profile").kernels_of(events, steps=2)
+    assert found == [{"kernel": "gemm", "calls": 1.0, "us": 5.0}, {"kernel": "norm", "calls": 0.5, "us": 0.5}]
+
+
 def test_what_is_refused_or_fails_is_a_row(double: None, tmp_path: Path) -> None:
     benchmark, out = importlib.import_module("benchmarks.bench_vllm"), tmp_path / "out.json"
     assert (
