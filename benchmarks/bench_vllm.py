@@ -176,14 +176,15 @@ def eagle(shape: str, options: argparse.Namespace) -> Iterator[Row]:
     with engines(("v1", "piecewise"), settings) as (ready, started):
         yield from ({"part": "eagle start", "shape": shape, **row} for row in started)
         for users in map(int, options.users.split(",")):
-            taken: dict[str, list[float]] = {side: [] for side in ready}
+            taken: dict[str, list[Row]] = {side: [] for side in ready}
             for _, (side, engine) in itertools.product(range(options.turns), ready.items()):
-                taken[side].append(engine.ask("decode", users=users, prompt=PROMPT, steps=40)["step_ms"])
+                taken[side].append(engine.ask("decode", users=users, prompt=PROMPT, steps=40))
             for side, times in taken.items():
-                ranked = sorted(times)
+                ranked = sorted(times, key=lambda turn: float(turn["step_ms"]))
+                low, middle_one, high = ranked[0], ranked[len(ranked) // 2], ranked[-1]
                 row = {"part": "eagle", "shape": shape, "users": users, "side": side}
-                spread = {"low": ranked[0], "high": ranked[-1]}
-                yield row | {"round_ms": ranked[len(ranked) // 2], **spread}
+                row |= {"tokens_per_round": middle_one["tokens_per_step"], "round_ms": middle_one["step_ms"]}
+                yield row | {"low": low["step_ms"], "high": high["step_ms"]}
 
 
 def answers(options: argparse.Namespace) -> Iterator[Row]:

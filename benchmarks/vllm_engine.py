@@ -149,6 +149,7 @@ class Served:
         from vllm import LLM
 
         self.forwards = self.preempted = self._requests = 0
+        self._given = 0  # tokens of the requests that the last step answered
         self.calls: list[float] = []  # host seconds of the first runner's calls of its model
         self._count()
         self._draw = random.Random(0)
@@ -229,9 +230,9 @@ class Served:
             profiled: steps under torch's profiler, and again under Python's; 0 = none.
 
         Returns:
-            step_ms (wall), call_us (until a call of the model returns; of the first runner), and of the
-            profiled ones idle (IdleTime), busy_ms (the device's, per step) and host: what Python's time
-            went to, by function.
+            step_ms (wall), tokens_per_step (of a request), call_us (until a call of the model returns; of
+            the first runner), and of the profiled ones idle (IdleTime), busy_ms (the device's, per step) and
+            host: what Python's time went to, by function.
         """
         import torch
 
@@ -242,7 +243,9 @@ class Served:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.calls.clear()
+        before = self._given
         row: Row = {"step_ms": 1e3 * self._steps(steps) / steps}
+        row["tokens_per_step"] = (self._given - before) / (users * steps)
         if self.calls:
             row["call_us"] = 1e6 * _median(self.calls)
         if profiled:
@@ -257,10 +260,12 @@ class Served:
 
     def _steps(self, count: int) -> float:
         """Seconds of them: vLLM reads each step's tokens, so the device is at most one step behind."""
-        began = time.perf_counter()
+        began, found = time.perf_counter(), []
         for _ in range(count):
-            self.engine.step()
-        return time.perf_counter() - began
+            found = self.engine.step()
+        taken = time.perf_counter() - began
+        self._given = sum(len(each.outputs[0].token_ids) for each in found)
+        return taken
 
     # --- answers ------------------------------------------------------------------------------------
 

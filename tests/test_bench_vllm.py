@@ -110,6 +110,7 @@ def test_sides_take_turns_and_are_counted(double: None, tmp_path: Path) -> None:
     for row in [row for row in found["rows"] if row["part"] == "decode"]:
         steps = [each for each in row["host"] if "(execute_model)" in each["function"]]
         assert {each["calls"] for each in steps} == {1.0} and row["call_us"] < 1e3 * row["step_ms"]
+    assert {row["tokens_per_round"] for row in found["rows"] if row["part"] == "eagle"} == {1.0}
     differ = {row["side"]: row["differences"] for row in by_part["answers"]}
     one = [{"prompt": 2, "token": 2, "gap": pytest.approx(0.25)}]
     assert differ == {"eager": [], "v1": one, "v2": one, "piecewise": []}
