@@ -46,27 +46,19 @@ from typing import Any
 from benchmarks import vllm_http
 from benchmarks.common import RESULTS, table, without_out, write
 from benchmarks.eagle_greedy import differences
-from benchmarks.eagle_pair import MODELS, heldout_prompts
+from benchmarks.eagle_pair import MODELS, prompts_of_all_lengths
+from benchmarks.llama import SHAPES
 from benchmarks.vllm_engine import SIDES, Engine, EngineError, Row, caches_of
 from benchmarks.vllm_report import marks_of, matrix
 
 PROMPT, NEW_TOKENS, WARM_UP = 128, 64, 2  # tokens, tokens, requests per user of a turn that is not counted
 PATIENCE = 300  # seconds until an engine is ready
-LLAMA = {
+LLAMA = {  # beside its sizes
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
-    "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu",
+    "vocab_size": 128256, "num_key_value_heads": 8, "hidden_act": "silu",
     "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 8192,
     "bos_token_id": 128000, "eos_token_id": 128001,
 }  # fmt: skip
-SHAPES: dict[str, Row] = {
-    "1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "tie_word_embeddings": True,
-    },
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
-}
 FEATURES: dict[str, Row] = {
     "fp8 KV cache": {"kv_cache_dtype": "fp8"},
     "cached prefixes": {"enable_prefix_caching": True},
@@ -74,13 +66,17 @@ FEATURES: dict[str, Row] = {
     "preemption": {"num_gpu_blocks_override": 160},
     "abort": {},
 }
+WAYS = {  # of asking for answers, where it is not once
+    "cached prefixes": ("answers", "answers"),  # the first time fills the cache
+    "abort": ("answers_beside_aborted",),
+}
 
 
 def model_folder(name: str, **changes: Any) -> str:
     """A folder with the configuration of a shape, which vLLM fills with random weights."""
     folder = Path(tempfile.gettempdir()) / "bench_vllm_models" / "-".join([name, *map(str, changes.values())])
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**LLAMA, **SHAPES[name], **changes}))
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **SHAPES[name].config, **changes}))
     return str(folder)
 
 
@@ -107,18 +103,19 @@ def engines(
     sides: Sequence[str], settings: Row, at_once: bool = False
 ) -> Iterator[tuple[dict[str, Engine], list[Row]]]:
     """Those that became ready, and a row about the start of each, or why it failed."""
-    started, rows = dict[str, Engine](), list[Row]()
-    waiting = {side: Engine(side, settings) for side in sides} if at_once else {}
+    started = {side: Engine(side, settings) for side in sides} if at_once else {}
+    rows = list[Row]()
     try:
         for side in sides:
-            started[side] = waiting.get(side) or Engine(side, settings)
+            if side not in started:
+                started[side] = Engine(side, settings)
             try:
                 rows.append(started[side].ready(PATIENCE))
             except EngineError as error:
                 started.pop(side).close()
                 rows.append({"side": side, "error": str(error)})
             print(rows[-1], flush=True)
-        yield dict(started), rows
+        yield started, rows
     finally:
         for engine in started.values():
             engine.close()
@@ -137,7 +134,7 @@ def load_and_decode(shape: str, options: argparse.Namespace) -> Iterator[Row]:
             common = {"shape": shape, "users": users}
             if "load" in parts:
                 for side, turns in served_in_turns(ready, users, options).items():
-                    yield {"part": "load", **common, "side": side, **middle(turns)}
+                    yield {"part": "load", **common, "side": side, **middle(turns, "tok_s")}
             for side, engine in ready.items() if "decode" in parts else ():
                 found = engine.ask("decode", users=users, prompt=PROMPT, steps=60, profiled=20)
                 kernels = found["idle"].pop("kernels", [])
@@ -160,12 +157,13 @@ def served_in_turns(
     return turns
 
 
-def middle(turns: Sequence[Row]) -> Row:
-    """The turn with the median throughput, with the spread and the sum of what was counted."""
-    ranked = sorted(turns, key=lambda turn: float(turn["tok_s"]))
-    counted = {name for name, value in ranked[0].items() if isinstance(value, int)}
-    sums = {name: sum(turn[name] for turn in turns) for name in ranked[0] if name in counted}
-    return {**ranked[len(ranked) // 2], **sums, "low": ranked[0]["tok_s"], "high": ranked[-1]["tok_s"]}
+def middle(turns: Sequence[Row], column: str) -> Row:
+    """The turn with the median of a column, the lowest and highest of it, and sums of what was counted."""
+    ranked = sorted(turns, key=lambda turn: float(turn[column]))
+    sums = {
+        name: sum(turn[name] for turn in turns) for name, value in ranked[0].items() if isinstance(value, int)
+    }
+    return {**ranked[len(ranked) // 2], **sums, "low": ranked[0][column], "high": ranked[-1][column]}
 
 
 def eagle(shape: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -179,38 +177,38 @@ def eagle(shape: str, options: argparse.Namespace) -> Iterator[Row]:
             taken: dict[str, list[Row]] = {side: [] for side in ready}
             for _, (side, engine) in itertools.product(range(options.turns), ready.items()):
                 taken[side].append(engine.ask("decode", users=users, prompt=PROMPT, steps=40))
-            for side, times in taken.items():
-                ranked = sorted(times, key=lambda turn: float(turn["step_ms"]))
-                low, middle_one, high = ranked[0], ranked[len(ranked) // 2], ranked[-1]
+            for side, turns in taken.items():
                 row = {"part": "eagle", "shape": shape, "users": users, "side": side}
-                row |= {"tokens_per_round": middle_one["tokens_per_step"], "round_ms": middle_one["step_ms"]}
-                yield row | {"low": low["step_ms"], "high": high["step_ms"]}
+                found = middle(turns, "step_ms")  # a step is a round
+                row |= {"round_ms": found["step_ms"], "low": found["low"], "high": found["high"]}
+                yield row | {"tokens_per_round": found["tokens_per_step"]}
+
+
+def compared(
+    sides: Sequence[str], settings: Row, options: argparse.Namespace, ways: Sequence[str] = ("answers",)
+) -> Iterator[Row]:
+    """A row per side, and one per start that failed.
+
+    Args:
+        ways: methods of `Served` that each engine is asked for, one after the other; the last answer counts.
+    """
+    with engines(sides, settings, at_once=True) as (ready, started):
+        yield from (row for row in started if "error" in row)
+        asked = {"prompts": prompts_of_all_lengths(options.prompts), "new_tokens": NEW_TOKENS}
+        found = {side: [engine.ask(way, **asked) for way in ways][-1] for side, engine in ready.items()}
+        yield from beside_eager(found)
 
 
 def answers(options: argparse.Namespace) -> Iterator[Row]:
-    with engines(list(SIDES), trained_model(), at_once=True) as (ready, started):
-        yield from ({"part": "answers", **row} for row in started if "error" in row)
-        asked = {"prompts": prompts(options.prompts), "new_tokens": NEW_TOKENS}
-        found = {side: engine.ask("answers", **asked) for side, engine in ready.items()}
-        yield from ({"part": "answers", **row} for row in beside_eager(found))
+    for row in compared(list(SIDES), trained_model(), options):
+        yield {"part": "answers", **row}
 
 
 def feature(name: str, options: argparse.Namespace) -> Iterator[Row]:
     """Eager, v1 and this backend with one setting."""
-    way = "answers_beside_aborted" if name == "abort" else "answers"
-    with engines(("eager", "v1", "piecewise"), trained_model() | FEATURES[name], at_once=True) as (
-        ready,
-        started,
-    ):
-        common = {"part": "features", "feature": name}
-        yield from (common | row for row in started if "error" in row)
-        asked = {"prompts": prompts(options.prompts), "new_tokens": NEW_TOKENS}
-        found = {}
-        for side, engine in ready.items():
-            if name == "cached prefixes":
-                engine.ask("answers", **asked)  # it fills the cache
-            found[side] = engine.ask(way, **asked)
-        yield from (common | row for row in beside_eager(found))
+    ways = WAYS.get(name, ("answers",))
+    for row in compared(("eager", "v1", "piecewise"), trained_model() | FEATURES[name], options, ways):
+        yield {"part": "features", "feature": name, **row}
 
 
 def lora() -> Iterator[Row]:
@@ -233,13 +231,8 @@ def beside_eager(found: Mapping[str, Row]) -> Iterator[Row]:
         yield row
 
 
-def prompts(count: int) -> list[list[int]]:
-    """Of 1 to 253 tokens."""
-    return [prompt[: 1 + 4 * index] for index, prompt in enumerate(heldout_prompts(count))]
-
-
 def http(options: argparse.Namespace) -> Iterator[Row]:
-    for row in vllm_http.streamed(prompts(options.prompts)[8:16], NEW_TOKENS):
+    for row in vllm_http.streamed(prompts_of_all_lengths(options.prompts)[8:16], NEW_TOKENS):
         yield {"part": "http", **row}
 
 
@@ -274,7 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--sides", default="v1,v2,piecewise", help="of load and decode")
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", default="1b,8b")
     parser.add_argument("--users", default="1,4,16,32")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--per-user", type=int, default=8, help="requests of a user per turn")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import RESULTS, Mark, table, without_out, write
-from benchmarks.eagle_pair import heldout_prompts, load_pair, load_target
+from benchmarks.eagle_pair import load_pair, load_target, prompts_of_all_lengths
 from piecewise_graph.eagle import DraftShape, Speculator
 from piecewise_graph.eagle.options import GRAPH_MODES as WAYS
 
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 def bench(head: str, options: argparse.Namespace) -> list[Row]:
     """A row per shape and way: how many prompts differ, and where."""
     target, draft = load_pair(head)
-    prompts = [prompt[: 1 + 4 * index] for index, prompt in enumerate(heldout_prompts(options.prompts))]
+    prompts = prompts_of_all_lengths(options.prompts)
     wanted, gaps = greedy(load_target("sdpa"), prompts, options.new_tokens)
     compiled = {"compiler": options.compiler}
     speculator = Speculator(

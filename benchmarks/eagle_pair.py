@@ -30,6 +30,11 @@ def heldout_prompts(count: int) -> list[list[int]]:
     return [[byte + BYTE_OFFSET for byte in data[:PROMPT]] for data in (long * count)[:count]]
 
 
+def prompts_of_all_lengths(count: int) -> list[list[int]]:
+    """Beginnings of 1, 5, 9, ... tokens of held-out prompts; those behind the 64th are whole ones."""
+    return [prompt[: 1 + 4 * index] for index, prompt in enumerate(heldout_prompts(count))]
+
+
 def load_target(attention: str = "piecewise") -> Any:
     """The byte-level model; in bf16 on a GPU, in float32 on a CPU."""
     from transformers import AutoModelForCausalLM

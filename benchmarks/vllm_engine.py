@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 COUNTS = ("replays", "full_replays", "fallbacks", "fallbacks:above_max_tokens")  # of this backend
@@ -211,10 +212,10 @@ class Served:
         until = [load.first[name] - load.began[name] for name in load.last]
         row = {
             "tok_s": count * new_tokens / wall,
-            "tpot_ms": 1e3 * _median(each),
-            "ttft_ms": 1e3 * _median(until),
+            "tpot_ms": 1e3 * median(each),
+            "ttft_ms": 1e3 * median(until),
         }
-        return row | {name: value - before[name] for name, value in self._counts().items()}
+        return row | self._counts_since(before)
 
     def _begin(self, load: Load, new_tokens: int) -> None:
         name, prompt = load.waiting.pop(0)
@@ -247,7 +248,7 @@ class Served:
         row: Row = {"step_ms": 1e3 * self._steps(steps) / steps}
         row["tokens_per_step"] = (self._given - before) / (users * steps)
         if self.calls:
-            row["call_us"] = 1e6 * _median(self.calls)
+            row["call_us"] = 1e6 * median(self.calls)
         if profiled:
             from benchmarks.vllm_profile import device_time, host_time
 
@@ -280,8 +281,7 @@ class Served:
         )
         found = [each.outputs[0] for each in self.llm.generate(given, wanted, use_tqdm=False)]
         gaps = [[_gap(each) for each in out.logprobs] for out in found]
-        counts = {name: value - before[name] for name, value in self._counts().items()}
-        return {"tokens": [list(out.token_ids) for out in found], "gaps": gaps, **counts}
+        return {"tokens": [list(out.token_ids) for out in found], "gaps": gaps, **self._counts_since(before)}
 
     def answers_beside_aborted(self, prompts: Sequence[Prompt], new_tokens: int) -> Row:
         """As `answers`, without gaps, and every second request is aborted after some steps."""
@@ -294,8 +294,8 @@ class Served:
         while self.engine.has_unfinished_requests():
             for out in self.engine.step():
                 tokens[out.request_id] = list(out.outputs[0].token_ids)
-        counts = {name: value - before[name] for name, value in self._counts().items()}
-        return {"tokens": [tokens.get(name, []) for name in names[::2]], **counts}
+        left = [tokens.get(name, []) for name in names[::2]]
+        return {"tokens": left, **self._counts_since(before)}
 
     def _add(self, name: str, prompt: Prompt, new_tokens: int) -> None:
         from vllm import SamplingParams
@@ -316,12 +316,11 @@ class Served:
         found = {name: counted.get(name, 0) for name in COUNTS}
         return {"forwards": self.forwards, "preempted": self.preempted, **found}
 
+    def _counts_since(self, before: Mapping[str, int]) -> dict[str, int]:
+        return {name: value - before[name] for name, value in self._counts().items()}
+
 
 def _gap(logprobs: Mapping[int, Any]) -> float:
     """Between the two largest."""
     first, second = sorted((each.logprob for each in logprobs.values()), reverse=True)[:2]
     return float(first - second)
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]

@@ -14,9 +14,8 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.idle_time import Event, idle_time, read_events
+from benchmarks.vllm_engine import Row
 from piecewise_graph.bench.trace import WORK
-
-Row = dict[str, Any]
 
 
 def device_time(work: Callable[[], object], steps: int) -> Row:
