@@ -72,7 +72,7 @@ def rooms_below() -> dict[str, set[str]]:
 # "beside" are the core's files beside its packages.
 BUDGETS = {
     "beside": 1219,
-    "_torch": 712,
+    "_torch": 716,
     "kernels": 469,
     "splitter": 1136,
     "analysis": 1644,
@@ -83,7 +83,7 @@ BUDGETS = {
     "frontend": 1092,
     "custom_ops": 3394,
     "eagle": 2976,
-    "integrations": 577,
+    "integrations": 583,
     "bench": 646,
     "cli": 881,
 }

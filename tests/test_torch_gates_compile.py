@@ -43,6 +43,17 @@ def test_compiled_segment_serves_all_sizes_and_returns_a_sequence(
     assert ("def call(" in (_torch.generated_code(made[0]) or "")) == (compiler == "inductor")
 
 
+def test_settings_of_inductor_hold_inside_the_block_alone() -> None:
+    from torch._inductor import config
+
+    before = config.size_asserts
+    with _torch.inductor_settings({"size_asserts": not before}):
+        assert config.size_asserts is not before
+    assert config.size_asserts is before
+    with pytest.raises(AttributeError, match="no_such_option"):
+        _torch.inductor_settings({"no_such_option": 1}).__enter__()
+
+
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 def test_whole_graph_keeps_gradients(compiler: str, device: torch.device) -> None:
     model = Small().to(device)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_doubles as doubles
+from internals import replace_compile
 from vllm_worker_doubles import GPUModelRunner, Worker, config, eagle, started, worker
 
 import piecewise_graph as pg
@@ -171,6 +172,21 @@ def test_graphs_are_captured_at_the_capture_step_alone(monkeypatch: pytest.Monke
     counts = pg.counters.snapshot()
     assert counts["tapes"] == 2 * sizes  # one piecewise and one full tape per size
     assert counts["captures"] == sizes * (SEGMENTS + 1) <= sizes * (segments + 1)
+
+
+def test_inductor_has_the_options_that_vllm_would_give_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config as options
+
+    found = []
+
+    def compile_segment(original: Any, *args: Any) -> Any:
+        found.append((options.combo_kernels, options.size_asserts))
+        return original(*args)
+
+    replace_compile(monkeypatch, compile_segment)
+    worker(compilation={"inductor_compile_config": {"combo_kernels": True, "size_asserts": False}})
+    assert found == [(True, False)] * len(found) != []
+    assert (options.combo_kernels, options.size_asserts) != (True, False)
 
 
 def test_batches_are_answered_as_without_the_plugin() -> None:

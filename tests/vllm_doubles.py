@@ -45,6 +45,7 @@ class CompilationConfig:
     cudagraph_mode: CUDAGraphMode | None = None
     custom_ops: list[str] = field(default_factory=list)
     cudagraph_capture_sizes: list[int] = field(default_factory=lambda: list(SIZES))
+    inductor_compile_config: dict[str, Any] = field(default_factory=dict)
     static_forward_context: dict[str, Any] = field(default_factory=dict)
     _attention_ops = ("vllm::unified_attention_with_output", "vllm::mamba_mixer2")
 

@@ -12,6 +12,7 @@ from piecewise_graph._torch.compilers import (
     compile_whole as compile_whole,
     generated_code as generated_code,
     inductor_cache_dir as inductor_cache_dir,
+    inductor_settings as inductor_settings,
     kernels_wait_first as kernels_wait_first,
     load_artifact as load_artifact,
     start_compile_workers as start_compile_workers,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,6 +25,17 @@ def start_compile_workers() -> None:
         from torch._inductor.async_compile import maybe_warm_pool
 
         maybe_warm_pool()
+
+
+def inductor_settings(settings: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """What Inductor compiles inside the block has these options of its config.
+
+    Raises:
+        torch's AttributeError: it has no such option.
+    """
+    from torch._inductor import config
+
+    return config.patch(dict(settings))
 
 
 def compile_segment(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:

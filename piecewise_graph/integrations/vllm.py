@@ -16,6 +16,8 @@ Note [Settings]
   buffers, and are one graph each. Other batches come at their live length, and are replayed piecewise.
 * custom_ops "none", and "native" first among the implementations of vLLM's IR ops: Inductor then fuses norms,
   activations and rotary embeddings. For a backend not called "inductor", vLLM chooses opaque kernels.
+* inductor_compile_config is vLLM's own: Inductor gets it for our segments too (vllm_graphs.py). By default it
+  has one kernel do what several would do side by side, such as the rotary embeddings of queries and keys.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import piecewise_graph as pg
+from piecewise_graph import _torch
 from piecewise_graph.errors import FreezeError, NotCompiledError
 from piecewise_graph.integrations.captures import capture_sizes
 from piecewise_graph.integrations.errors import IntegrationError
@@ -74,13 +75,16 @@ class ServedModel:
         module: the model; called as a module, it comes here.
         part: what logs and errors call it.
         sizes: token counts to capture, ascending; none = no graphs.
+        inductor: options of Inductor's config.
 
     Attributes:
         captures_full: a call in mode FULL is captured, because vLLM is capturing.
     """
 
-    def __init__(self, module: nn.Module, part: str, sizes: Sequence[int]) -> None:
-        self.part, self.sizes = part, tuple(sizes)
+    def __init__(
+        self, module: nn.Module, part: str, sizes: Sequence[int], inductor: Mapping[str, Any]
+    ) -> None:
+        self.part, self.sizes, self._inductor = part, tuple(sizes), inductor
         self.captures_full = False
         self._forward = module.forward  # `module(...)` would come back here
         self._context: Callable[[], Any] = VLLM.imported("vllm.forward_context", "get_forward_context")
@@ -104,7 +108,8 @@ class ServedModel:
                     self._tell(
                         "frozen", "a call goes through Dynamo's guards, as later ones like it do: %s", error
                     )
-            return compiled(**inputs)
+            with _torch.inductor_settings(self._inductor):
+                return compiled(**inputs)
 
     def _compile(self, inputs: Inputs) -> Any:
         """At the first call, which is vLLM's profile run: it shows which arguments there are."""
@@ -252,14 +257,16 @@ class RunnerGraphs:
         register_splitting_ops(compilation)
         given = VLLM.required(compilation, "cudagraph_capture_sizes", "CompilationConfig") or []
         sizes = graph_sizes(given, VLLM.required(runner, "uniform_decode_query_len", "GPUModelRunner"))
-        self.models = [ServedModel(VLLM.required(runner, "model", "GPUModelRunner"), "target", sizes)]
-        _send_calls(runner.model, self.models[0])
+        inductor = VLLM.required(compilation, "inductor_compile_config", "CompilationConfig")
+        target = VLLM.required(runner, "model", "GPUModelRunner")
+        self.models = [ServedModel(target, "target", sizes, inductor)]
+        _send_calls(target, self.models[0])
         speculative = getattr(runner, "speculative_config", None)
         if speculative is None:
             return
         if VLLM.required(speculative, "use_eagle", "SpeculativeConfig")():
             draft = VLLM.required(runner, "drafter.model", "GPUModelRunner")
-            self.models.append(ServedModel(draft, "draft", sizes))
+            self.models.append(ServedModel(draft, "draft", sizes, inductor))
             _send_calls(draft, self.models[1])
         else:
             log.warning("drafts are made without graphs: a drafter of this kind is not compiled")
