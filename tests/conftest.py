@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo.guards
 from hypothesis import HealthCheck, settings
 from torch import nn
 
@@ -26,6 +27,10 @@ settings.load_profile("piecewise")
 # pytest listens to loggers that do not hand on what they get. Torch's trace log is one, which describes every
 # tensor and guard of a trace as soon as somebody listens: a tenth of the time of all tests.
 logging.getLogger("torch.__trace").propagate = True
+
+# Behind each trace Dynamo collects garbage, and times the guards with the processor's caches flushed: 20 ms.
+torch._dynamo.config.run_gc_after_compile = False
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 # What torch has made by now stays: the collector need not look at it again and again.
 gc.collect()
