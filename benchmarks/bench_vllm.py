@@ -37,11 +37,11 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks import vllm_http
 from benchmarks.common import RESULTS, table, without_out, write
@@ -51,6 +51,7 @@ from benchmarks.llama import SHAPES
 from benchmarks.vllm_engine import SIDES, Engine, EngineError, Row, caches_of
 from benchmarks.vllm_report import marks_of, matrix
 
+Key = TypeVar("Key", bound=Hashable)  # of an engine
 PROMPT, NEW_TOKENS, WARM_UP = 128, 64, 2  # tokens, tokens, requests per user of a turn that is not counted
 PATIENCE = 300  # seconds until an engine is ready
 LLAMA = {  # beside its sizes
@@ -100,21 +101,26 @@ def trained_model() -> Row:
 
 @contextmanager
 def engines(
-    sides: Sequence[str], settings: Row, at_once: bool = False
-) -> Iterator[tuple[dict[str, Engine], list[Row]]]:
-    """Those that became ready, and a row about the start of each, or why it failed."""
-    started = {side: Engine(side, settings) for side in sides} if at_once else {}
-    rows = list[Row]()
+    starts: Mapping[Key, tuple[str, Row]], at_once: bool = False
+) -> Iterator[tuple[dict[Key, Engine], dict[Key, Row]]]:
+    """Those that became ready, and a row about the start of each, or why it failed.
+
+    Args:
+        starts: the side and the settings of each.
+        at_once: start them side by side, not one after the other.
+    """
+    started = {key: Engine(*start) for key, start in starts.items()} if at_once else {}
+    rows = dict[Key, Row]()
     try:
-        for side in sides:
-            if side not in started:
-                started[side] = Engine(side, settings)
+        for key, start in starts.items():
+            if key not in started:
+                started[key] = Engine(*start)
             try:
-                rows.append(started[side].ready(PATIENCE))
+                rows[key] = started[key].ready(PATIENCE)
             except EngineError as error:
-                started.pop(side).close()
-                rows.append({"side": side, "error": str(error)})
-            print(rows[-1], flush=True)
+                started.pop(key).close()
+                rows[key] = {"side": start[0], "error": str(error)}
+            print(key, rows[key], flush=True)
         yield started, rows
     finally:
         for engine in started.values():
@@ -128,8 +134,9 @@ def load_and_decode(shape: str, options: argparse.Namespace) -> Iterator[Row]:
     sides, parts = options.sides.split(","), options.parts.split(",")
     for side in sides:
         shutil.rmtree(caches_of(side), ignore_errors=True)
-    with engines(sides, random_weights(shape)) as (ready, started):
-        yield from ({"part": "start", "shape": shape, **row} for row in started)
+    settings = random_weights(shape)
+    with engines({side: (side, settings) for side in sides}) as (ready, started):
+        yield from ({"part": "start", "shape": shape, **row} for row in started.values())
         for users in map(int, options.users.split(",")):
             common = {"shape": shape, "users": users}
             if "load" in parts:
@@ -171,8 +178,8 @@ def eagle(shape: str, options: argparse.Namespace) -> Iterator[Row]:
     settings = random_weights(shape) | {
         "speculative_config": {"method": "eagle", "model": head, "num_speculative_tokens": 3},
     }
-    with engines(("v1", "piecewise"), settings) as (ready, started):
-        yield from ({"part": "eagle start", "shape": shape, **row} for row in started)
+    with engines({side: (side, settings) for side in ("v1", "piecewise")}) as (ready, started):
+        yield from ({"part": "eagle start", "shape": shape, **row} for row in started.values())
         for users in map(int, options.users.split(",")):
             taken: dict[str, list[Row]] = {side: [] for side in ready}
             for _, (side, engine) in itertools.product(range(options.turns), ready.items()):
@@ -184,38 +191,46 @@ def eagle(shape: str, options: argparse.Namespace) -> Iterator[Row]:
                 yield row | {"tokens_per_round": found["tokens_per_step"]}
 
 
-def compared(
-    sides: Sequence[str], settings: Row, options: argparse.Namespace, ways: Sequence[str] = ("answers",)
-) -> Iterator[Row]:
-    """A row per side, and one per start that failed.
-
-    Args:
-        ways: methods of `Served` that each engine is asked for, one after the other; the last answer counts.
-    """
-    with engines(sides, settings, at_once=True) as (ready, started):
-        yield from (row for row in started if "error" in row)
-        asked = {"prompts": prompts_of_all_lengths(options.prompts), "new_tokens": NEW_TOKENS}
-        found = {side: [engine.ask(way, **asked) for way in ways][-1] for side, engine in ready.items()}
-        yield from beside_eager(found)
-
-
 def answers(options: argparse.Namespace) -> Iterator[Row]:
-    for row in compared(list(SIDES), trained_model(), options):
+    for row in compared({"": trained_model()}, list(SIDES), options):
         yield {"part": "answers", **row}
 
 
-def feature(name: str, options: argparse.Namespace) -> Iterator[Row]:
-    """Eager, v1 and this backend with one setting."""
-    ways = WAYS.get(name, ("answers",))
-    for row in compared(("eager", "v1", "piecewise"), trained_model() | FEATURES[name], options, ways):
-        yield {"part": "features", "feature": name, **row}
+def features(options: argparse.Namespace) -> Iterator[Row]:
+    """Eager, v1 and this backend with one setting each; LoRA is refused before weights are loaded."""
+    wanted = {name: trained_model() | FEATURES[name] for name in options.features.split(",")}
+    for row in compared(wanted, ("eager", "v1", "piecewise"), options):
+        yield {"part": "features", **row}
+    with engines({"LoRA": ("piecewise", trained_model() | {"enable_lora": True})}) as (_, started):
+        (row,) = started.values()
+    yield {"part": "features", "feature": "LoRA", "side": "piecewise", "refused": row.get("error", "no")}
 
 
-def lora() -> Iterator[Row]:
-    """It is refused before weights are loaded."""
-    with engines(("piecewise",), trained_model() | {"enable_lora": True}) as (_, started):
-        (row,) = started
-        yield {"part": "features", "feature": "LoRA", "side": "piecewise", "refused": row.get("error", "no")}
+def compared(settings: Mapping[str, Row], sides: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
+    """A row per feature and side. All engines start side by side; one that fails is a row with an error.
+
+    Args:
+        settings: of vllm.LLM, by feature.
+    """
+    starts = {(name, side): (side, given) for name, given in settings.items() for side in sides}
+    with engines(starts, at_once=True) as (ready, started):
+        for name in settings:
+            common = {"feature": name} if name else {}
+            yield from (common | started[name, side] for side in sides if (name, side) not in ready)
+            there = {side: ready[name, side] for side in sides if (name, side) in ready}
+            try:
+                found = {side: answered(engine, name, options) for side, engine in there.items()}
+            except EngineError as error:
+                yield common | {"error": str(error)}
+                continue
+            yield from (common | row for row in beside_eager(found))
+
+
+def answered(engine: Engine, feature: str, options: argparse.Namespace) -> Row:
+    """The last of the answers that a feature asks for."""
+    asked = {"prompts": prompts_of_all_lengths(options.prompts), "new_tokens": NEW_TOKENS}
+    found: Row = [engine.ask(way, **asked) for way in WAYS.get(feature, ("answers",))][-1]
+    return found
 
 
 def beside_eager(found: Mapping[str, Row]) -> Iterator[Row]:
@@ -247,10 +262,8 @@ def calls(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Itera
         yield f"eagle {shape}", partial(eagle, shape, options)
     if "answers" in parts:
         yield "answers", partial(answers, options)
-    for name in options.features.split(",") if "features" in parts else ():
-        yield name, partial(feature, name, options)
     if "features" in parts:
-        yield "LoRA", lora
+        yield "features", partial(features, options)
     if "http" in parts:
         yield "http", partial(http, options)
 
