@@ -13,7 +13,7 @@ under the objects that it was captured with.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
@@ -27,24 +27,26 @@ class ForwardContext:
     """Read-only fields of one batch, as attributes.
 
     Attributes:
+        fields: all fields but the core's own.
         full_graph: the caller wants FULL mode.
         graph_key: hashable; graphs of one bucket and different keys are captured apart.
     """
 
-    __slots__ = ("_fields", "full_graph", "graph_key")
+    __slots__ = ("fields", "full_graph", "graph_key")
 
+    fields: Mapping[str, Any]
     full_graph: bool
     graph_key: Hashable
 
     def __init__(self, fields: dict[str, Any], full_graph: bool = False, graph_key: Hashable = None) -> None:
-        object.__setattr__(self, "_fields", MappingProxyType(dict(fields)))
+        object.__setattr__(self, "fields", MappingProxyType(dict(fields)))
         object.__setattr__(self, "full_graph", full_graph)
         object.__setattr__(self, "graph_key", graph_key)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python and Dynamo ask any object for these
             raise AttributeError(name)
-        fields = object.__getattribute__(self, "_fields")  # where there is no such slot, not here again
+        fields = object.__getattribute__(self, "fields")  # where there is no such slot, not here again
         try:
             return fields[name]
         except KeyError:
@@ -54,23 +56,18 @@ class ForwardContext:
         raise AttributeError(f"forward context is frozen; pass {name}= to pg.forward_context")
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self._fields.get(name, default)
-
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """All fields but the core's own."""
-        return self._fields
+        return self.fields.get(name, default)
 
 
 _EMPTY = ForwardContext({})
 _current: ContextVar[ForwardContext] = ContextVar("piecewise_forward_context", default=_EMPTY)
 
 
-@contextmanager
-def forward_context(
-    *, full_graph: bool = False, graph_key: Hashable = None, **fields: Any
-) -> Iterator[ForwardContext]:
+class forward_context(ContextDecorator):
     """Make `fields` visible to splitting ops inside the `with` block.
+
+    A loop whose fields stay the same may make one of these and enter it at every step, in any thread: it
+    keeps nothing of a block.
 
     Args:
         full_graph: run the forward as one graph where every splitting op of the model may be captured.
@@ -81,20 +78,25 @@ def forward_context(
             refuse by raising.
 
     Raises:
-        ContextError: if a forward context is active already.
+        ContextError: a field or the key cannot be what it is; on entering, a forward context is active.
     """
-    if _current.get() is not _EMPTY:
-        raise ContextError.nested()
-    for name in fields:
-        if hasattr(ForwardContext, name):
-            raise ContextError.reserved(name)
-    if not _is_key(graph_key):
-        raise ContextError.bad_key(graph_key)
-    token = _current.set(ForwardContext(fields, full_graph, graph_key))
-    try:
-        yield _current.get()
-    finally:
-        _current.reset(token)
+
+    def __init__(self, *, full_graph: bool = False, graph_key: Hashable = None, **fields: Any) -> None:
+        for name in fields:
+            if hasattr(ForwardContext, name):
+                raise ContextError.reserved(name)
+        if not _is_key(graph_key):
+            raise ContextError.bad_key(graph_key)
+        self._context = ForwardContext(fields, full_graph, graph_key)
+
+    def __enter__(self) -> ForwardContext:
+        if _current.get() is not _EMPTY:
+            raise ContextError.nested()
+        _current.set(self._context)
+        return self._context
+
+    def __exit__(self, *_: object) -> None:
+        _current.set(_EMPTY)  # as nothing else was active on entering
 
 
 @contextmanager

@@ -68,6 +68,55 @@ def test_context_is_frozen() -> None:
             context.other = 1
 
 
+def test_one_object_serves_every_step_of_a_loop() -> None:
+    step = pg.forward_context(page=16)
+    for _ in range(2):
+        with step as context, pytest.raises(ContextError, match="inside another"), step:
+            pass
+        assert context.page == 16
+        assert pg.get_forward_context().get("page") is None
+
+
+def test_threads_may_share_one_object() -> None:
+    step, seen = pg.forward_context(page=16), []
+    barrier = threading.Barrier(2, timeout=10)
+
+    def enter() -> None:
+        with step as context:
+            barrier.wait()
+            seen.append(context.page)
+            barrier.wait()
+
+    threads = [threading.Thread(target=enter) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [16, 16]
+
+
+@pytest.mark.parametrize("traced", ["not traced", "itself", "its caller"])
+def test_it_decorates_a_function_that_torch_may_compile(traced: str) -> None:
+    @pg.forward_context(factor=4.0)
+    def scaled(x: Tensor) -> Tensor:
+        return torch.ops.toy.scale_by_context(x + 1) * 3
+
+    called = scaled if traced != "its caller" else lambda x: scaled(x) * 1
+    fast = called if traced == "not traced" else torch.compile(called, backend="eager")
+    for count in (2, 3):
+        assert torch.equal(fast(torch.ones(count)), torch.full((count,), 24.0))
+
+
+def test_a_function_that_torch_compiles_may_enter_one() -> None:
+    def scaled(x: Tensor, factor: float) -> Tensor:
+        with pg.forward_context(factor=factor):
+            return torch.ops.toy.scale_by_context(x + 1) * 3
+
+    fast = torch.compile(scaled, backend="eager")
+    for factor in (2.0, 5.0):
+        assert torch.equal(fast(torch.ones(2), factor), torch.full((2,), 6.0 * factor))
+
+
 def test_other_threads_do_not_see_it() -> None:
     seen: list[object] = []
     with pg.forward_context(page=16):

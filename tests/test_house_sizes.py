@@ -71,7 +71,7 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1219,
+    "beside": 1216,
     "_torch": 716,
     "kernels": 469,
     "splitter": 1136,
