@@ -44,6 +44,7 @@ _HOST_BOUND = ("vllm::maybe_calc_kv_scales",)
 
 Inputs = Mapping[str, Any]
 Places = list[tuple[int, torch.Size]]
+_PIECEWISE = pg.forward_context()
 
 
 def register_splitting_ops(compilation: Any) -> None:
@@ -92,22 +93,20 @@ class ServedModel:
         self._compiled: Any = None
         self._example: dict[str, Any] = {}
         self._frozen: Callable[..., Any] | None = None
-        self._places: dict[Hashable, Places] = {}
+        self._full: dict[Hashable, tuple[Places, pg.forward_context]] = {}
         self._told: set[Hashable] = set()
 
     def __call__(self, **inputs: Any) -> Any:
         compiled = self._compiled if self._compiled is not None else self._compile(inputs)
-        fields = self._full_graph(self._context())
-        if fields and self.captures_full:
-            self._capture_full(inputs, fields)
-        with pg.forward_context(**fields):
+        active = self._forward_context(self._context())
+        if active is not _PIECEWISE and self.captures_full:
+            self._capture_full(inputs)
+        with active:
             if self._frozen is not None:
                 try:
                     return self._frozen(**inputs)
                 except FreezeError as error:  # raised before anything ran
-                    self._tell(
-                        "frozen", "a call goes through Dynamo's guards, as later ones like it do: %s", error
-                    )
+                    self._tell("frozen", "a call of this kind goes through Dynamo's guards: %s", error)
             with _torch.inductor_settings(self._inductor):
                 return compiled(**inputs)
 
@@ -122,20 +121,21 @@ class ServedModel:
         self._example = dict(inputs)
         return self._compiled
 
-    def _full_graph(self, context: Any) -> dict[str, Any]:
-        """What pg.forward_context is given: nothing, or that the call is to be one graph."""
+    def _forward_context(self, context: Any) -> pg.forward_context:
+        """Ours: it says whether the call is to be one graph. That of a full graph was made at its capture."""
         if context.cudagraph_runtime_mode is not self._full_mode:
-            return {}
+            return _PIECEWISE
         key, places = context.batch_descriptor, metadata_places(context)
         if self.captures_full:
-            self._places[key] = places
-        elif self._places.get(key) != places:
-            why = "none was captured, or its attention metadata lies elsewhere now"
-            self._tell(key, "%s is not replayed as one graph, but piecewise: %s", key, why)
-            return {}
-        return {"full_graph": True, "graph_key": key}
+            self._full[key] = places, pg.forward_context(full_graph=True, graph_key=key)
+        captured, active = self._full.get(key, (None, _PIECEWISE))
+        if places != captured:
+            self._tell(key, "%s is piecewise: no graph, or its attention metadata lies elsewhere now", key)
+            return _PIECEWISE
+        return active
 
-    def _capture_full(self, inputs: Inputs, fields: Mapping[str, Any]) -> None:
+    def _capture_full(self, inputs: Inputs) -> None:
+        fields = {"full_graph": True, "graph_key": self._context().batch_descriptor}
         size = self._count(inputs)
         if size in self.sizes:
             options = {"context": lambda _: fields, "progress": False}
@@ -176,7 +176,7 @@ class ServedModel:
     def forget(self) -> None:
         """Its graphs were dropped; calls go through Dynamo until the next capture."""
         self._frozen = None
-        self._places.clear()
+        self._full.clear()
 
     def report(self) -> str:
         """What became of the model, in a few lines."""
