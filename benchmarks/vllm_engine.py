@@ -151,7 +151,8 @@ class Served:
 
         self.forwards = self.preempted = self._requests = 0
         self._given = 0  # tokens of the requests that the last step answered
-        self.calls: list[float] = []  # host seconds of the first runner's calls of its model
+        self.calls: list[tuple[float, float]] = []  # host seconds of the first runner's calls of its model,
+        self._launching = 0.0  # and of the graph launches in them
         self._count()
         self._draw = random.Random(0)
         began = time.monotonic()
@@ -161,12 +162,13 @@ class Served:
 
     def _count(self) -> None:
         """Count what vLLM does, where it does it."""
+        import torch
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
         from vllm.v1.worker.gpu_worker import Worker
 
         execute, preempt = Worker.execute_model, Scheduler._preempt_request
-        forward = GPUModelRunner._model_forward
+        forward, replay = GPUModelRunner._model_forward, torch.cuda.CUDAGraph.replay
 
         def execute_model(worker: Any, scheduled: Any, *args: Any, **options: Any) -> Any:
             self.forwards += scheduled.total_num_scheduled_tokens > 0
@@ -177,14 +179,19 @@ class Served:
             return preempt(*args, **options)
 
         def model_forward(*args: Any, **options: Any) -> Any:
-            began = time.perf_counter()
+            began, launching = time.perf_counter(), self._launching
             try:
                 return forward(*args, **options)
             finally:
-                self.calls.append(time.perf_counter() - began)
+                self.calls.append((time.perf_counter() - began, self._launching - launching))
+
+        def timed_replay(graph: Any) -> None:
+            began = time.perf_counter()
+            replay(graph)
+            self._launching += time.perf_counter() - began
 
         Worker.execute_model, Scheduler._preempt_request = execute_model, preempt_request
-        GPUModelRunner._model_forward = model_forward
+        GPUModelRunner._model_forward, torch.cuda.CUDAGraph.replay = model_forward, timed_replay
 
     # --- throughput ---------------------------------------------------------------------------------
 
@@ -232,8 +239,8 @@ class Served:
 
         Returns:
             step_ms (wall), tokens_per_step (of a request), call_us (until a call of the model returns; of
-            the first runner), and of the profiled ones idle (IdleTime), busy_ms (the device's, per step) and
-            host: what Python's time went to, by function.
+            the first runner), launch_us (of it, in launches of graphs), and of the profiled ones idle
+            (IdleTime), busy_ms (the device's, per step) and host: what Python's time went to, by function.
         """
         import torch
 
@@ -248,7 +255,7 @@ class Served:
         row: Row = {"step_ms": 1e3 * self._steps(steps) / steps}
         row["tokens_per_step"] = (self._given - before) / (users * steps)
         if self.calls:
-            row["call_us"] = 1e6 * median(self.calls)
+            row["call_us"], row["launch_us"] = (1e6 * median(part) for part in zip(*self.calls, strict=True))
         if profiled:
             from benchmarks.vllm_profile import device_time, host_time
 

@@ -75,10 +75,8 @@ def matrix(rows: Sequence[Row]) -> str:
 
 
 def _speed(rows: Sequence[Row]) -> list[str]:
-    lines = [
-        "| | users | side | tok/s (range) | TPOT ms | TTFT ms | not replayed | step ms | call µs | idle |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ("tok/s (range)", "TPOT ms", "TTFT ms", "not replayed", "step ms", "call µs (launch)", "idle")
+    lines = [f"| | users | side | {' | '.join(columns)} |", "|---" * (3 + len(columns)) + "|"]
     steps = {_case(row): row for row in rows if row["part"] == "decode" and "error" not in row}
     for row in rows:
         if row["part"] != "load" or "error" in row:
@@ -94,7 +92,8 @@ def _speed(rows: Sequence[Row]) -> list[str]:
         cells += [f"{row['tpot_ms']:.2f}", f"{row['ttft_ms']:.1f}"]
         cells += [f"{not_replayed(row):.1%}" if row["side"] == OURS else "-"]
         cells += [f"{step['step_ms']:.2f}" if step else "-"]
-        cells += [f"{step['call_us']:.0f}" if "call_us" in step else "-"]
+        launch = f" ({step['launch_us']:.0f})" if "launch_us" in step else ""
+        cells += [f"{step['call_us']:.0f}{launch}" if "call_us" in step else "-"]
         cells += ["-" if idle is None else f"{idle:.0%}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
