@@ -72,7 +72,7 @@ def rooms_below() -> dict[str, set[str]]:
 # "beside" are the core's files beside its packages.
 BUDGETS = {
     "beside": 1216,
-    "_torch": 716,
+    "_torch": 740,
     "kernels": 469,
     "splitter": 1136,
     "analysis": 1644,
@@ -80,7 +80,7 @@ BUDGETS = {
     "recorder": 1173,
     "runtime": 1400,
     "inspection": 995,
-    "frontend": 1092,
+    "frontend": 1096,
     "custom_ops": 3394,
     "eagle": 2976,
     "integrations": 583,

@@ -74,8 +74,10 @@ from piecewise_graph._torch.settings import (
     floats_stay_constants as floats_stay_constants,
     guard_every_weight as guard_every_weight,
     maybe_mark_dynamic as maybe_mark_dynamic,
+    no_graph_breaks as no_graph_breaks,
     raise_recompile_limit as raise_recompile_limit,
     tell_of_reset as tell_of_reset,
+    traces_a_part as traces_a_part,
 )
 from piecewise_graph._torch.symbols import (
     add_size as add_size,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,39 @@ def maybe_mark_dynamic(tensor: Tensor, dim: int) -> None:
     marked = getattr(tensor, "_dynamo_weak_dynamic_indices", None)
     if marked is None or dim not in marked:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def no_graph_breaks() -> AbstractContextManager[Any]:
+    """What Dynamo cannot trace whole raises inside the block, before any of it runs."""
+    return torch._dynamo.error_on_graph_break(True)
+
+
+def traces_a_part(entry: str) -> bool:
+    """Asked by a backend: Dynamo is tracing a part of the compiled function, and another part runs already.
+
+    Behind a graph break it traces a resumed frame. Where it has skipped a frame, that one runs around it.
+
+    Args:
+        entry: the file that calls the compiled function.
+    """
+    from torch._dynamo import convert_frame
+    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    if InstructionTranslator.current_tx().f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX):
+        return True
+    torchs, frame = str(Path(torch.__file__).parent), inspect.currentframe()
+    around: list[str] | None = None  # files of the frames around Dynamo's own
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == convert_frame.__file__:
+            around = []
+        elif around is not None and file == entry:
+            return not all(other.startswith(torchs) for other in around)
+        elif around is not None:
+            around.append(file)
+        frame = frame.f_back
+    return False
 
 
 def drop_shape_guards(guards: Sequence[Any]) -> list[bool]:

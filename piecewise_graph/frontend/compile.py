@@ -9,10 +9,11 @@ have to be equal, conditions on sizes, ranges (`ShapeContract`). A call that a t
 ShapeMiss before anything ran, and another trace answers it: first with the same marks, and where dimensions
 that were equal no longer are, one under Dynamo's own guards. The runtime sees the arguments of the graph
 alone. Where another size or number steered the trace (`if mask.shape[0] > 3`), and where the trace stayed
-whole, SHAPE_ENV stays too.
+whole, SHAPE_ENV stays too. It also stays where a part of the call runs before the graph: behind a graph break
+and inside of a skipped frame. A call that is made for its trace alone may not break the graph.
 
 A batch that varies too (`batch_dim`) is left to Dynamo's own guards: a model may do something else with one
-request than with several, and nothing here would check that.
+request than with several, and nothing here would check that. So are models with forward pre-hooks.
 
 The one thing relaxed is T >= 2. Models of transformers ask whether T > 1 to see whether a mask is causal or
 can be skipped, which for one token is the same either way (held by tests on eight of them). Any other
@@ -37,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.nn.modules import module as modules
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler.segments import prepare
@@ -128,9 +130,10 @@ class CompiledModel:
             raise misplaced
         if count == 0:
             return self._without_tokens(leader, args, kwargs)
+        guarded = self._batch_dims is not None or _has_hooks(self._model)
         if self._batch_dims is not None:
             _mark(tensors, self._batch_dims.find(tensors, dims))
-        elif not self._traces:
+        elif not self._traces and not guarded:
             self._traces.append(self._new_trace(guards="relaxed"))
             if count == 1:
                 self._trace_longer(args, kwargs, tensors, dims)
@@ -138,7 +141,7 @@ class CompiledModel:
             _mark(tensors, dims)
         known = len(self.model_state.signatures)
         try:
-            if self._batch_dims is not None or (count == 1 and not self._serves_one_token(args, kwargs)):
+            if guarded or (count == 1 and not self._serves_one_token(args, kwargs)):
                 result = self._answer_guarded(args, kwargs)
             else:
                 result = self._answer(args, kwargs, count)
@@ -167,9 +170,7 @@ class CompiledModel:
             try:
                 result = self._call(trace, args, kwargs)
             except ShapeMiss as error:
-                if (
-                    self.model_state.channel.graphs_run
-                ):  # a part of this forward ran already, behind a graph break
+                if self.model_state.channel.graphs_run:  # a part ran already, behind a graph break
                     raise
                 miss = error
                 continue
@@ -215,7 +216,7 @@ class CompiledModel:
             return _stop
 
         with suppress(TracedOnly, RuntimeError):
-            torch.compile(self._model, backend=collect, dynamic=False)(*args, **kwargs)
+            torch.compile(self._model, backend=collect, dynamic=False, fullgraph=True)(*args, **kwargs)
         return signatures
 
     def _call(self, trace: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -236,7 +237,7 @@ class CompiledModel:
         count_fallback(self.model_state.fallbacks, reason)
 
     def _new_trace(self, guards: str) -> Callable[..., Any]:
-        backend = ModelBackend(self.model_state)
+        backend = ModelBackend(self.model_state, __file__)
         options: Any = {"guard_filter_fn": backend.kept_guards} if guards == "relaxed" else None
         self._untraced = torch.compile(self._model, backend=backend, options=options)
         return self._untraced
@@ -252,7 +253,8 @@ class CompiledModel:
         longer = {id(tensors[name]): _repeated(tensors[name], dims[name]) for name in dims}
         _mark({name: longer[id(tensors[name])] for name in dims}, dims)
         # A model that cannot take the repeated row is traced at T = 1 by the call itself.
-        with self.model_state.channel.calls_for(Purpose.TRACE), suppress(TracedOnly, RuntimeError):
+        traced_only = self.model_state.channel.calls_for(Purpose.TRACE)
+        with traced_only, suppress(TracedOnly, RuntimeError), _torch.no_graph_breaks():
             self._traced(
                 self._traces[0],
                 tuple(longer.get(id(value), value) for value in args),
@@ -286,6 +288,11 @@ class CompiledModel:
             if len(places) == 1 and tensor.device not in places:
                 return TraceError.wrong_device(name, str(tensor.device), str(*places))
         return None
+
+
+def _has_hooks(model: Callable[..., Any]) -> bool:
+    """Something runs before the forward that is traced: a trace that finds it is not valid comes too late."""
+    return bool(getattr(model, "_forward_pre_hooks", None) or modules._global_forward_pre_hooks)
 
 
 def _stop(*_: Any) -> Any:

@@ -90,7 +90,7 @@ class CompiledGenerate:
 
 def _backend(state: ModelState) -> Backend:
     """A function, since transformers copies its configuration deeply: an object's graphs would be copied."""
-    ours = ModelBackend(state)
+    ours = ModelBackend(state, __file__)
 
     def piecewise(gm: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         trace = ours(gm, example_inputs, **options)

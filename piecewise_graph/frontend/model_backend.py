@@ -20,10 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class ModelBackend:
-    """The backend of one torch.compile call: its traces join the model's."""
+    """The backend of one torch.compile call: its traces join the model's.
 
-    def __init__(self, state: ModelState) -> None:
-        self._state = state
+    Args:
+        entry: the file that calls what is compiled.
+    """
+
+    def __init__(self, state: ModelState, entry: str) -> None:
+        self._state, self._entry = state, entry
         self._checks_sizes = False  # the trace that was made last does so itself
         self._fixed: set[int] = set()  # token counts with a trace of their own
 
@@ -35,7 +39,8 @@ class ModelBackend:
         runtime = self._state.traces[-1]
         if isinstance(runtime, Runtime):
             fixed = runtime.static_tokens
-            self._checks_sizes = fixed is None and runtime.program.contract.is_whole
+            is_whole = runtime.program.contract.is_whole and not _torch.traces_a_part(self._entry)
+            self._checks_sizes = fixed is None and is_whole
             if fixed is not None and fixed > 1 and not self._state.channel.graphs_run:
                 self._count_fixed(fixed)
         return trace if onward is None else onward(trace)
@@ -54,9 +59,9 @@ class ModelBackend:
     def kept_guards(self, guards: Sequence[Any]) -> list[bool]:
         """A `guard_filter_fn`: all but those on sizes, where the trace's contract checks these.
 
-        Behind a graph break all stay: a part of the forward has run already, so a miss would come too late
-        for another trace. They stay too where the model fixes its token count while it is traced: Dynamo
-        makes a trace per size.
+        Behind a graph break all stay, whether a graph stands before it or not: a part of the forward has run
+        already, so a miss would come too late for another trace. They stay too where the model fixes its
+        token count while it is traced: Dynamo makes a trace per size.
         """
         checks, self._checks_sizes = self._checks_sizes, False
         if self._state.channel.graphs_run or not checks:
