@@ -82,9 +82,7 @@ class ServedModel:
         captures_full: a call in mode FULL is captured, because vLLM is capturing.
     """
 
-    def __init__(
-        self, module: nn.Module, part: str, sizes: Sequence[int], inductor: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, module: nn.Module, part: str, sizes: Sequence[int], inductor: dict[str, Any]) -> None:
         self.part, self.sizes, self._inductor = part, tuple(sizes), inductor
         self.captures_full = False
         self._forward = module.forward  # `module(...)` would come back here
@@ -239,6 +237,7 @@ class RunnerGraphs:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.models: list[ServedModel] = []
+        self._inductor: dict[str, Any] = {}
         self.captured = False
         VLLM.required(runner, "profile_cudagraph_memory", "GPUModelRunner")
         self._capture_model = VLLM.required(runner, "capture_model", "GPUModelRunner")
@@ -257,16 +256,16 @@ class RunnerGraphs:
         register_splitting_ops(compilation)
         given = VLLM.required(compilation, "cudagraph_capture_sizes", "CompilationConfig") or []
         sizes = graph_sizes(given, VLLM.required(runner, "uniform_decode_query_len", "GPUModelRunner"))
-        inductor = VLLM.required(compilation, "inductor_compile_config", "CompilationConfig")
+        self._inductor = VLLM.required(compilation, "inductor_compile_config", "CompilationConfig")
         target = VLLM.required(runner, "model", "GPUModelRunner")
-        self.models = [ServedModel(target, "target", sizes, inductor)]
+        self.models = [ServedModel(target, "target", sizes, self._inductor)]
         _send_calls(target, self.models[0])
         speculative = getattr(runner, "speculative_config", None)
         if speculative is None:
             return
         if VLLM.required(speculative, "use_eagle", "SpeculativeConfig")():
             draft = VLLM.required(runner, "drafter.model", "GPUModelRunner")
-            self.models.append(ServedModel(draft, "draft", sizes, inductor))
+            self.models.append(ServedModel(draft, "draft", sizes, self._inductor))
             _send_calls(draft, self.models[1])
         else:
             log.warning("drafts are made without graphs: a drafter of this kind is not compiled")
@@ -282,13 +281,14 @@ class RunnerGraphs:
 
     def capture(self) -> int:
         """In place of `capture_model`: piecewise graphs, then vLLM's own round, which asks for full ones."""
-        with self._without_metadata():
-            taken = sum(model.capture_pieces() for model in self.models)
-        with self._capturing_full():
-            taken += self._capture_model()
-        with self._without_metadata():
-            for model in self.models:
-                model.freeze()
+        with _torch.inductor_settings(self._inductor):  # a size may be traced and compiled here alone
+            with self._without_metadata():
+                taken = sum(model.capture_pieces() for model in self.models)
+            with self._capturing_full():
+                taken += self._capture_model()
+            with self._without_metadata():
+                for model in self.models:
+                    model.freeze()
         self.captured = True
         for model in self.models:
             for line in model.report().splitlines():
