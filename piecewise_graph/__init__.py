@@ -10,9 +10,9 @@ A trace goes one way through the package, a package per stage:
     recorder    Program x bucket -> ReplayTape: rehearse, prove padding harmless, capture
     runtime     one dispatch per forward, then the tape
 
-`frontend` is pg.compile, pg.capture, pg.plan and pg.freeze; `inspection` is pg.explain and pg.bisect.
-`graph_pool` owns the memory of graphs; `kernels` are launched by the core itself. Consumers stand above:
-custom_ops, eagle, bench, cli.
+`frontend` is pg.compile, pg.capture, pg.capture_in_place, pg.plan and pg.freeze; `inspection` is pg.explain
+and pg.bisect. `graph_pool` owns the memory of graphs; `kernels` are launched by the core itself. Consumers
+stand above: custom_ops, eagle, bench, cli.
 """
 
 import sys
@@ -29,6 +29,7 @@ from piecewise_graph.context import forward_context, get_forward_context
 from piecewise_graph.frontend.capture import capture, plan
 from piecewise_graph.frontend.compile import compile
 from piecewise_graph.frontend.freeze import freeze
+from piecewise_graph.frontend.in_place import capture_in_place
 from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.inspection.bisection import bisect
 from piecewise_graph.inspection.explanation import explain
@@ -40,6 +41,7 @@ __all__ = [
     "PiecewiseConfig",
     "bisect",
     "capture",
+    "capture_in_place",
     "compile",
     "continuous_batching",
     "counters",

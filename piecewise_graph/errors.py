@@ -318,7 +318,7 @@ class CaptureError(PiecewiseError):
     @classmethod
     def nothing_captured(cls, reasons: Sequence[str]) -> CaptureError:
         remedies = dict.fromkeys(map(remedy, reasons))
-        return cls(f"pg.capture captured nothing: {'; '.join(reasons)}.", "; ".join(remedies) + ".")
+        return cls(f"nothing was captured: {'; '.join(reasons)}.", "; ".join(remedies) + ".")
 
     @classmethod
     def bad_sizes(cls, sizes: Sequence[object], allowed: Sequence[int]) -> CaptureError:

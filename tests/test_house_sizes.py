@@ -71,19 +71,19 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1216,
+    "beside": 1218,
     "_torch": 740,
     "kernels": 469,
     "splitter": 1136,
     "analysis": 1644,
     "compiler": 1729,
     "recorder": 1173,
-    "runtime": 1400,
+    "runtime": 1401,
     "inspection": 995,
-    "frontend": 1096,
+    "frontend": 1150,
     "custom_ops": 3394,
     "eagle": 2976,
-    "integrations": 583,
+    "integrations": 670,
     "bench": 646,
     "cli": 881,
 }

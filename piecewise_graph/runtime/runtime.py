@@ -114,9 +114,11 @@ class Runtime:
         num_tokens, context = self._count(sizes), get_forward_context()
         with self.pool.using() as nested:
             ready = self.tapes_for(context).ready.get(num_tokens)
+            elsewhere = capturing_elsewhere(self.program.device)
             if nested:
-                return self._run_compiled(args, sizes, num_tokens, "nested_forward", context)
-            if ready is None or self._stands_in(ready) or capturing_elsewhere(self.program.device):
+                reason = "captured_by_caller" if elsewhere else "nested_forward"
+                return self._run_compiled(args, sizes, num_tokens, reason, context)
+            if ready is None or self._stands_in(ready) or elsewhere:
                 return self._decide_and_run(args, sizes, num_tokens, context)
             return self._replay(ready, args, context)
 
@@ -248,12 +250,11 @@ class Runtime:
         return ready
 
     def _replay(self, ready: Replay, args: Sequence[Any], context: ForwardContext) -> list[Any]:
-        config = self.state.config
         ready.check(context, args if self.addresses.compared else None)
         ready.bound.copy_in.fill(args)
         ready.launch()
         # Behind a graph break, another trace of the model overwrites the memory that they share.
-        copy = config.outputs == "copy" or self.program.breaks
+        copy = self.state.config.outputs == "copy" or self.program.breaks
         return own_outputs(self.program, ready.bound, args, copy=copy)
 
     def _run_compiled(
