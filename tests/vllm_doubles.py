@@ -268,6 +268,9 @@ class Model(nn.Module):
             x = x + layer(torch.tanh(x))
         return x
 
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states @ self.embed.weight.t()
+
     def draft(
         self, input_ids: Tensor, positions: Tensor, hidden_states: Tensor, inputs_embeds: Any = None
     ) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,8 @@ class GPUModelRunner:
 
     def profile_run(self) -> None:
         self.order.append("profile")
-        self._dummy_run(MOST_TOKENS)
+        with torch.inference_mode():
+            self.model.compute_logits(self._dummy_run(MOST_TOKENS)[:REQUESTS])
 
     def profile_cudagraph_memory(self) -> int:
         raise AssertionError("binds a temporary KV cache and captures; the plugin stands in its place")
@@ -93,8 +94,8 @@ class GPUModelRunner:
         return 1
 
     @torch.inference_mode()
-    def execute_model(self, batch: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
-        """Serve (request, its next tokens) pairs; hidden states of all tokens."""
+    def execute_model(self, batch: Sequence[tuple[int, Sequence[int]]]) -> tuple[Tensor, Tensor]:
+        """Serve (request, its next tokens) pairs; hidden states of all tokens, logits of the last ones."""
         tokens = [token for _, each in batch for token in each]
         live = len(tokens)
         sizes = self.compilation_config.cudagraph_capture_sizes
@@ -112,7 +113,9 @@ class GPUModelRunner:
             hidden = self._call(padded)
         for request, fresh in pairs:
             self.done[request] += fresh
-        return hidden[:live].clone()
+        last = torch.tensor([count for _, count in pairs]).cumsum(0) - 1
+        logits = self.model.compute_logits(hidden[last])
+        return hidden[:live].clone(), logits.clone()
 
     def _call(self, tokens: int) -> Tensor:
         return self.model(

@@ -4,7 +4,7 @@ Note [Calls]
 vLLM's runner calls a module; torch sends the call to its compiled-call slot, where a `ServedModel` stands.
 The profile run, warm-ups and mixed batches come with mode NONE and their live length: they are replayed
 piecewise, or run compiled. Decode batches come with mode FULL, padded by vLLM, with a batch descriptor: they
-are one graph each, and the descriptor is its key.
+are one graph each, captured in the buffers that vLLM fills at every step, and the descriptor is its key.
 
 Note [When graphs are captured]
 Only in vLLM's `capture_model`, so never while memory is profiled. Piecewise graphs first: what they hold has
@@ -12,13 +12,14 @@ nothing to do with KV caches, because attention runs between them. So they are c
 metadata, as vLLM captures its own: attention then fills its output with zeros, and no KV is written. Then
 vLLM calls the model once per decode batch in mode FULL, with metadata in the buffers that it will use again.
 What the kernels read from there (addresses, the number of requests) is part of the graph, so a full graph is
-never captured while serving. A later batch whose buffers lie elsewhere is replayed piecewise.
+never captured while serving. A later batch whose buffers lie elsewhere is replayed piecewise. Graphs of
+logits come last.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,24 +28,22 @@ from torch import Tensor, nn
 
 import piecewise_graph as pg
 from piecewise_graph import _torch
-from piecewise_graph.errors import FreezeError, NotCompiledError
+from piecewise_graph.errors import FreezeError, NotCompiledError, PiecewiseError
 from piecewise_graph.integrations.captures import capture_sizes
 from piecewise_graph.integrations.errors import IntegrationError
 from piecewise_graph.integrations.stacks import VLLM
+from piecewise_graph.integrations.vllm_decode import DecodeBatch
+from piecewise_graph.integrations.vllm_logits import MOST_ROWS, ServedLogits
 
 log = logging.getLogger("vllm.piecewise_graph")
 
 # Arguments of vLLM's models, with the dimension that counts tokens.
 _TOKEN_DIM = {"input_ids": 0, "positions": -1, "inputs_embeds": 0, "hidden_states": 0}
-# Tensors of attention metadata that captured kernels read; not every backend has all of them.
-_METADATA = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 # Ops that write the KV cache or its scales, and stand in no list of vLLM's.
 _KV_UPDATES = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
 _HOST_BOUND = ("vllm::maybe_calc_kv_scales",)
 
 Inputs = Mapping[str, Any]
-Places = list[tuple[int, torch.Size]]
-_PIECEWISE = pg.forward_context()
 
 
 def register_splitting_ops(compilation: Any) -> None:
@@ -91,22 +90,29 @@ class ServedModel:
         self._compiled: Any = None
         self._example: dict[str, Any] = {}
         self._frozen: Callable[..., Any] | None = None
-        self._full: dict[Hashable, tuple[Places, pg.forward_context]] = {}
+        self._full: dict[Hashable, DecodeBatch] = {}
         self._told: set[Hashable] = set()
 
     def __call__(self, **inputs: Any) -> Any:
+        context = self._context()
+        if context.cudagraph_runtime_mode is self._full_mode:
+            batch = self._full.get(context.batch_descriptor)
+            if batch is not None and batch.fits(inputs, context):
+                return batch.replay()
+            if self.captures_full and self._capture_full(inputs, context):
+                return self._full[context.batch_descriptor].replay()
+            self._tell_piecewise(context.batch_descriptor)
+        return self._piecewise(inputs)
+
+    def _piecewise(self, inputs: Inputs) -> Any:
         compiled = self._compiled if self._compiled is not None else self._compile(inputs)
-        active = self._forward_context(self._context())
-        if active is not _PIECEWISE and self.captures_full:
-            self._capture_full(inputs)
-        with active:
-            if self._frozen is not None:
-                try:
-                    return self._frozen(**inputs)
-                except FreezeError as error:  # raised before anything ran
-                    self._tell("frozen", "a call of this kind goes through Dynamo's guards: %s", error)
-            with _torch.inductor_settings(self._inductor):
-                return compiled(**inputs)
+        if self._frozen is not None:
+            try:
+                return self._frozen(**inputs)
+            except FreezeError as error:  # raised before anything ran
+                self._tell("frozen", "a call of this kind goes through Dynamo's guards: %s", error)
+        with _torch.inductor_settings(self._inductor):
+            return compiled(**inputs)
 
     def _compile(self, inputs: Inputs) -> Any:
         """At the first call, which is vLLM's profile run: it shows which arguments there are."""
@@ -119,25 +125,15 @@ class ServedModel:
         self._example = dict(inputs)
         return self._compiled
 
-    def _forward_context(self, context: Any) -> pg.forward_context:
-        """Ours: it says whether the call is to be one graph. That of a full graph was made at its capture."""
-        if context.cudagraph_runtime_mode is not self._full_mode:
-            return _PIECEWISE
-        key, places = context.batch_descriptor, metadata_places(context)
-        if self.captures_full:
-            self._full[key] = places, pg.forward_context(full_graph=True, graph_key=key)
-        captured, active = self._full.get(key, (None, _PIECEWISE))
-        if places != captured:
-            self._tell(key, "%s is piecewise: no graph, or its attention metadata lies elsewhere now", key)
-            return _PIECEWISE
-        return active
-
-    def _capture_full(self, inputs: Inputs) -> None:
-        fields = {"full_graph": True, "graph_key": self._context().batch_descriptor}
-        size = self._count(inputs)
-        if size in self.sizes:
-            options = {"context": lambda _: fields, "progress": False}
-            capture_sizes(self._compiled, self.part, [size], lambda _: dict(inputs), log, **options)
+    def _capture_full(self, inputs: Inputs, context: Any) -> bool:
+        """Capture this very call, of vLLM's capture step; whether that was possible."""
+        try:
+            graph = pg.capture_in_place(self._compiled, **inputs)
+        except (PiecewiseError, RuntimeError) as error:
+            log.warning("%s model, %s: not captured: %s", self.part, context.batch_descriptor, error)
+            return False
+        self._full[context.batch_descriptor] = DecodeBatch(inputs, context, graph)
+        return True
 
     def capture_pieces(self) -> int:
         """Capture the piecewise graphs of all sizes, largest first; the bytes that they took."""
@@ -178,7 +174,9 @@ class ServedModel:
 
     def report(self) -> str:
         """What became of the model, in a few lines."""
-        return pg.explain(self._compiled).summary() if self._compiled is not None else "never called"
+        if self._compiled is None:
+            return "never called"
+        return f"{pg.explain(self._compiled).summary()}\n{len(self._full)} decode batches, one graph each"
 
     def _inputs(self, size: int) -> dict[str, Any]:
         """Inputs of `size` tokens, in the buffers that vLLM uses."""
@@ -201,27 +199,8 @@ class ServedModel:
             self._told.add(topic)
             log.warning(f"%s model: {what}", self.part, *values)
 
-
-def metadata_places(context: Any) -> Places:
-    """Where the tensors lie that kernels of a full graph read from vLLM's context, and their shapes."""
-    metadata = context.attn_metadata if isinstance(context.attn_metadata, dict) else {}
-    tensors = [getattr(each, name, None) for each in _distinct(metadata) for name in _METADATA]
-    tensors += _distinct(context.slot_mapping)
-    return [(each.data_ptr(), each.shape) for each in tensors if isinstance(each, Tensor)]
-
-
-def _distinct(by_layer: Mapping[str, Any]) -> Iterable[Any]:
-    """Each value once, by identity, in the order of the layers.
-
-    Layers of a group share theirs and mostly follow one another. So a value is first compared with the one
-    before it: a look-up for each of 80 layers, of metadata and slots, took 6 us more in each step.
-    """
-    found: dict[int, Any] = {}
-    before = None
-    for value in by_layer.values():
-        if value is not before:
-            found[id(value)] = before = value
-    return found.values()
+    def _tell_piecewise(self, batch: Hashable) -> None:
+        self._tell(batch, "%s is piecewise: no graph, or its attention metadata lies elsewhere now", batch)
 
 
 class RunnerGraphs:
@@ -237,6 +216,7 @@ class RunnerGraphs:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.models: list[ServedModel] = []
+        self.logits: list[ServedLogits] = []
         self._inductor: dict[str, Any] = {}
         self.captured = False
         VLLM.required(runner, "profile_cudagraph_memory", "GPUModelRunner")
@@ -257,18 +237,22 @@ class RunnerGraphs:
         given = VLLM.required(compilation, "cudagraph_capture_sizes", "CompilationConfig") or []
         sizes = graph_sizes(given, VLLM.required(runner, "uniform_decode_query_len", "GPUModelRunner"))
         self._inductor = VLLM.required(compilation, "inductor_compile_config", "CompilationConfig")
-        target = VLLM.required(runner, "model", "GPUModelRunner")
-        self.models = [ServedModel(target, "target", sizes, self._inductor)]
-        _send_calls(target, self.models[0])
+        self.models, self.logits = [], []
+        self._take(VLLM.required(runner, "model", "GPUModelRunner"), "target", sizes)
         speculative = getattr(runner, "speculative_config", None)
         if speculative is None:
             return
         if VLLM.required(speculative, "use_eagle", "SpeculativeConfig")():
-            draft = VLLM.required(runner, "drafter.model", "GPUModelRunner")
-            self.models.append(ServedModel(draft, "draft", sizes, self._inductor))
-            _send_calls(draft, self.models[1])
+            self._take(VLLM.required(runner, "drafter.model", "GPUModelRunner"), "draft", sizes)
         else:
             log.warning("drafts are made without graphs: a drafter of this kind is not compiled")
+
+    def _take(self, module: nn.Module, part: str, sizes: Sequence[int]) -> None:
+        """The calls of a module, which was not called yet, where vLLM has put its torch.compile of it."""
+        VLLM.required(module, "_compiled_call_impl", "torch.nn.Module")
+        self.models.append(ServedModel(module, part, sizes, self._inductor))
+        module._compiled_call_impl = self.models[-1]
+        self.logits.append(ServedLogits(module, min(max(sizes, default=0), MOST_ROWS)))
 
     def planned_bytes(self) -> int:
         """In place of `profile_cudagraph_memory`: no KV cache and no capture is needed to tell.
@@ -276,6 +260,7 @@ class RunnerGraphs:
         Full graphs share the memory of piecewise ones; what the driver needs per graph is not counted.
         """
         planned = sum(model.planned_bytes() for model in self.models)
+        planned += sum(each.planned_bytes() for each in self.logits)
         log.info("planned memory of graphs: %.1f MiB", planned / 2**20)
         return planned
 
@@ -289,17 +274,28 @@ class RunnerGraphs:
             with self._without_metadata():
                 for model in self.models:
                     model.freeze()
+                self._capture_logits()
         self.captured = True
         for model in self.models:
             for line in model.report().splitlines():
                 log.info("%s model: %s", model.part, line)
         return taken
 
+    def _capture_logits(self) -> None:
+        for each in self.logits:
+            try:
+                each.capture()
+            except (PiecewiseError, RuntimeError) as error:
+                each.forget()
+                log.warning("logits are computed without graphs: %s", error)
+
     def drop(self) -> None:
         """Drop all graphs: what they read is about to go, or to be replaced."""
         pg.reset()
         for model in self.models:
             model.forget()
+        for each in self.logits:
+            each.forget()
 
     @contextmanager
     def _without_metadata(self) -> Iterator[None]:
@@ -315,9 +311,3 @@ class RunnerGraphs:
         finally:
             for model in self.models:
                 model.captures_full = False
-
-
-def _send_calls(module: nn.Module, served: ServedModel) -> None:
-    """Where vLLM has put its torch.compile of the module, which was not called yet."""
-    VLLM.required(module, "_compiled_call_impl", "torch.nn.Module")
-    module._compiled_call_impl = served

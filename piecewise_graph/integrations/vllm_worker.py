@@ -108,6 +108,7 @@ class PiecewiseWorker(Worker):
         if hasattr(self, "_graphs"):  # not after a start that failed early
             self._graphs.drop()
             self._graphs.models.clear()  # they hold the model
+            self._graphs.logits.clear()
         super().shutdown()
 
     def _capture_again(self) -> None:
