@@ -142,26 +142,36 @@ def load_and_decode(shape: str, options: argparse.Namespace) -> Iterator[Row]:
             if "load" in parts:
                 for side, turns in served_in_turns(ready, users, options).items():
                     yield {"part": "load", **common, "side": side, **middle(turns, "tok_s")}
-            for side, engine in ready.items() if "decode" in parts else ():
-                found = engine.ask("decode", users=users, prompt=PROMPT, steps=60, profiled=20)
-                kernels = found["idle"].pop("kernels", [])
-                print_profile(f"{side}, {users} users", found["host"], kernels)
-                per_step = sum(each["calls"] for each in kernels)
-                told = {"kernels": per_step, "host": found["host"][:12]}
-                yield {"part": "decode", **common, "side": side, **found, **told}
+            if "decode" in parts:
+                yield from ({"part": "decode", **common, **row} for row in decoded(ready, users, options))
+
+
+def in_turns(ready: Mapping[str, Engine], turns: int, name: str, **asked: Any) -> dict[str, list[Row]]:
+    """What each side answers, side by side: a machine's host is faster and slower from second to second."""
+    taken: dict[str, list[Row]] = {side: [] for side in ready}
+    for _, (side, engine) in itertools.product(range(turns), ready.items()):
+        taken[side].append(engine.ask(name, **asked))
+    return taken
 
 
 def served_in_turns(
     ready: Mapping[str, Engine], users: int, options: argparse.Namespace
 ) -> dict[str, list[Row]]:
-    turns: dict[str, list[Row]] = {side: [] for side in ready}
-    for turn in range(options.turns + 1):  # the first one warms up
-        for side, engine in ready.items():
-            count = users * (options.per_user if turn else WARM_UP)
-            found = engine.ask("load", users=users, count=count, prompt=PROMPT, new_tokens=NEW_TOKENS)
-            if turn:
-                turns[side].append(found)
-    return turns
+    asked = {"users": users, "prompt": PROMPT, "new_tokens": NEW_TOKENS}
+    in_turns(ready, 1, "load", count=users * WARM_UP, **asked)
+    return in_turns(ready, options.turns, "load", count=users * options.per_user, **asked)
+
+
+def decoded(ready: Mapping[str, Engine], users: int, options: argparse.Namespace) -> Iterator[Row]:
+    """A row per side: the median of its turns, and the profile of one more."""
+    asked = {"users": users, "prompt": PROMPT}
+    for side, turns in in_turns(ready, options.turns, "decode", steps=60, **asked).items():
+        profile = ready[side].ask("decode", steps=1, profiled=20, **asked)
+        kernels, host = profile["idle"].pop("kernels", []), profile["host"]
+        print_profile(f"{side}, {users} users", host, kernels)
+        per_step = sum(each["calls"] for each in kernels)
+        told = {"idle": profile["idle"], "kernels": per_step, "host": host[:12]}
+        yield {"side": side, **middle(turns, "step_ms"), **told}
 
 
 def middle(turns: Sequence[Row], column: str) -> Row:
@@ -178,12 +188,11 @@ def eagle(shape: str, options: argparse.Namespace) -> Iterator[Row]:
     settings = random_weights(shape) | {
         "speculative_config": {"method": "eagle", "model": head, "num_speculative_tokens": 3},
     }
-    with engines({side: (side, settings) for side in ("v1", "piecewise")}) as (ready, started):
+    starts = {side: (side, settings) for side in ("v1", "piecewise")}
+    with engines(starts, at_once=True) as (ready, started):
         yield from ({"part": "eagle start", "shape": shape, **row} for row in started.values())
         for users in map(int, options.users.split(",")):
-            taken: dict[str, list[Row]] = {side: [] for side in ready}
-            for _, (side, engine) in itertools.product(range(options.turns), ready.items()):
-                taken[side].append(engine.ask("decode", users=users, prompt=PROMPT, steps=40))
+            taken = in_turns(ready, options.turns, "decode", users=users, prompt=PROMPT, steps=40)
             for side, turns in taken.items():
                 row = {"part": "eagle", "shape": shape, "users": users, "side": side}
                 found = middle(turns, "step_ms")  # a step is a round
