@@ -80,7 +80,7 @@ BUDGETS = {
     "recorder": 1173,
     "runtime": 1401,
     "inspection": 995,
-    "frontend": 1150,
+    "frontend": 1156,
     "custom_ops": 3394,
     "eagle": 2976,
     "integrations": 670,

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from toys import SIZES, WIDTH, Blocks, assert_same, captured, compiled, new_pool, rows, through_torch
 
 import piecewise_graph as pg
-from piecewise_graph.errors import CaptureError, FreezeError, GraphPoolError
+from piecewise_graph.errors import CaptureError, ContextError, FreezeError, GraphPoolError
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -47,14 +47,28 @@ def test_graphs_of_several_sizes_share_their_memory(counts: list[int], draw: Any
         model = Centring().to(device)
         fast, graphs = compiled(model), {}
         for count in sorted(counts, reverse=True):
-            x = rows(count, device)
-            with of_rows(count, device), pg.counters.expect(captures=1):
-                graphs[count] = x, pg.capture_in_place(fast, x)
+            x, context = rows(count, device), of_rows(count, device)
+            with context, pg.counters.expect(captures=1):
+                graphs[count] = x, context, pg.capture_in_place(fast, x)
         for count in draw.choices(counts, k=6):
-            x, graph = graphs[count]
+            x, context, graph = graphs[count]
             x.normal_()
-            with of_rows(count, device):
+            with context:
                 assert_same(graph(), model(x))
+
+
+def test_another_forward_context_than_the_captured_one_is_refused(device: torch.device) -> None:
+    """Its tensors are part of the graph: a replay would read those of the capture."""
+    model, x = Centring().to(device), rows(3, device)
+    with of_rows(3, device):
+        graph = pg.capture_in_place(compiled(model), x)
+    with of_rows(2, device), pytest.raises(ContextError, match="live"):
+        graph()
+    with pytest.raises(ContextError, match="live"):
+        graph()
+    live = torch.tensor([3], device=device)
+    with pytest.raises(ContextError, match="list"), pg.forward_context(live=live, others=[3]):
+        pg.capture_in_place(compiled(model), x)
 
 
 def test_it_stands_beside_the_models_other_graphs(device: torch.device) -> None:

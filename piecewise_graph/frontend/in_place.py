@@ -8,10 +8,12 @@ from torch import Tensor
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler.program import Program
+from piecewise_graph.context import get_forward_context
 from piecewise_graph.errors import CaptureError, FreezeError
 from piecewise_graph.frontend.frozen_trace import observe
 from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.recorder.mode import FULL
+from piecewise_graph.runtime.captured_context import CapturedContext
 from piecewise_graph.runtime.runtime import Runtime
 from piecewise_graph.runtime.side_channel import Purpose
 from piecewise_graph.telemetry import counters
@@ -22,8 +24,9 @@ _COUNTED = (("replays", 1), ("full_replays", 1))
 def capture_in_place(compiled: Any, *args: Any, **kwargs: Any) -> InPlaceGraph:
     """Capture this very call as one graph, for a loop that keeps its inputs in buffers of its own.
 
-    Nothing is copied, padded or compared at a replay: write the inputs in place, then call what this
-    returns. The graph lies in the pool of the model's other graphs and goes with them (`pg.reset`).
+    Nothing is copied or padded at a replay: write the inputs in place, then call what this returns, under
+    the forward context of the capture. The graph lies in the pool of the model's other graphs and goes with
+    them (`pg.reset`).
 
     Args:
         compiled: what pg.compile or torch.compile(..., backend="piecewise") returned.
@@ -34,6 +37,7 @@ def capture_in_place(compiled: Any, *args: Any, **kwargs: Any) -> InPlaceGraph:
     Raises:
         FreezeError: the call is not served by one graph of this backend.
         CaptureError: an op of the model cannot be captured.
+        ContextError: the forward context holds what could change unseen.
         GraphPoolError: the caller is capturing a graph already.
         torch.OutOfMemoryError: the graph does not fit.
     """
@@ -49,7 +53,8 @@ def capture_in_place(compiled: Any, *args: Any, **kwargs: Any) -> InPlaceGraph:
 class InPlaceGraph:
     """What `pg.capture_in_place` returns: call it to replay.
 
-    Weights are read where they were at the capture, and kept alive. After replacing one, capture anew.
+    Inputs, weights and the forward context's tensors are read where they were at the capture, and kept
+    alive. After replacing a weight, capture anew.
 
     Attributes:
         outputs: what the call returned, overwritten by each replay of the pool's graphs.
@@ -57,8 +62,8 @@ class InPlaceGraph:
 
     def __init__(self, compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._compiled, self._args, self._kwargs = compiled, args, kwargs
-        self._kept: tuple[Tensor, ...] = ()
         self.outputs: Any = None
+        self._context = CapturedContext.of(get_forward_context())
         state = state_of(compiled)
         if state is None or not state.traces:
             raise FreezeError.no_trace(repr(compiled)[:80])
@@ -73,8 +78,12 @@ class InPlaceGraph:
         """Replay; the outputs.
 
         Raises:
+            ContextError: the forward context differs from that of the capture.
             GraphPoolError: the graph was dropped, or another graph of the pool is in use.
         """
+        context = get_forward_context()
+        if context.fields or self._context.values:
+            self._context.check(context, self._tokens, self._tokens, thorough=False)
         self._graph()
         counters.add_each(_COUNTED)
         return self.outputs
@@ -89,7 +98,8 @@ class InPlaceGraph:
         # The memory of outputs is shared with later captures, as that of the pool's other graphs is.
         aliases = [_torch.weak_alias(leaf) if _is_on_gpu(leaf) else leaf for leaf in leaves]
         self.outputs = _torch.unflatten(aliases, structure)
-        self._kept = tuple(each.detach() for each in seen.args if isinstance(each, Tensor))
+        self._kept = [each.detach() for each in seen.args if isinstance(each, Tensor)]
+        self._tokens = seen.runtime.count(seen.args)
 
 
 def _unsupported(program: Program) -> str | None:
