@@ -60,6 +60,7 @@ LLAMA = {  # beside its sizes
     "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 8192,
     "bos_token_id": 128000, "eos_token_id": 128001,
 }  # fmt: skip
+EAGLE_SIDES = ("v1", "piecewise")
 FEATURES: dict[str, Row] = {
     "fp8 KV cache": {"kv_cache_dtype": "fp8"},
     "cached prefixes": {"enable_prefix_caching": True},
@@ -81,12 +82,12 @@ def model_folder(name: str, **changes: Any) -> str:
     return str(folder)
 
 
-def random_weights(shape: str) -> Row:
-    """Settings of vllm.LLM."""
+def random_weights(shape: str, sides: int) -> Row:
+    """Settings of vllm.LLM; so many engines share the GPU."""
     return {
         "model": model_folder(shape), "load_format": "dummy", "skip_tokenizer_init": True,
         "dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 64, "enable_prefix_caching": False,
-        "seed": 0, "gpu_memory_utilization": 0.22,
+        "seed": 0, "gpu_memory_utilization": 0.88 / sides,
     }  # fmt: skip
 
 
@@ -134,7 +135,7 @@ def load_and_decode(shape: str, options: argparse.Namespace) -> Iterator[Row]:
     sides, parts = options.sides.split(","), options.parts.split(",")
     for side in sides:
         shutil.rmtree(caches_of(side), ignore_errors=True)
-    settings = random_weights(shape)
+    settings = random_weights(shape, len(sides))
     with engines({side: (side, settings) for side in sides}) as (ready, started):
         yield from ({"part": "start", "shape": shape, **row} for row in started.values())
         for users in map(int, options.users.split(",")):
@@ -185,10 +186,10 @@ def middle(turns: Sequence[Row], column: str) -> Row:
 
 def eagle(shape: str, options: argparse.Namespace) -> Iterator[Row]:
     head = model_folder(shape, num_hidden_layers=1)
-    settings = random_weights(shape) | {
+    settings = random_weights(shape, len(EAGLE_SIDES)) | {
         "speculative_config": {"method": "eagle", "model": head, "num_speculative_tokens": 3},
     }
-    starts = {side: (side, settings) for side in ("v1", "piecewise")}
+    starts = {side: (side, settings) for side in EAGLE_SIDES}
     with engines(starts, at_once=True) as (ready, started):
         yield from ({"part": "eagle start", "shape": shape, **row} for row in started.values())
         for users in map(int, options.users.split(",")):

@@ -71,7 +71,8 @@ def _name(row: Row) -> str:
 
 def matrix(rows: Sequence[Row]) -> str:
     """Tables of Markdown."""
-    return "\n\n".join("\n".join(lines) for lines in (_speed(rows), _right(rows)) if len(lines) > 2)
+    tables = _speed(rows), _rounds(rows), _right(rows)
+    return "\n\n".join("\n".join(lines) for lines in tables if len(lines) > 2)
 
 
 def _speed(rows: Sequence[Row]) -> list[str]:
@@ -96,6 +97,15 @@ def _speed(rows: Sequence[Row]) -> list[str]:
         cells += [f"{step['call_us']:.0f}{launch}" if "call_us" in step else "-"]
         cells += ["-" if idle is None else f"{idle:.0%}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def _rounds(rows: Sequence[Row]) -> list[str]:
+    lines = ["| EAGLE | users | side | round ms (range) |", "|---|---|---|---|"]
+    for row in rows:
+        if row["part"] == "eagle" and "error" not in row:
+            taken = f"{row['round_ms']:.2f} ({row['low']:.2f}, {row['high']:.2f})"
+            lines.append(f"| {row['shape']} | {row['users']} | {row['side']} | {taken} |")
     return lines
 
 
