@@ -48,8 +48,9 @@ from benchmarks.common import RESULTS, table, without_out, write
 from benchmarks.eagle_greedy import differences
 from benchmarks.eagle_pair import MODELS, prompts_of_all_lengths
 from benchmarks.llama import SHAPES
-from benchmarks.vllm_engine import SIDES, Engine, EngineError, Row, caches_of
+from benchmarks.vllm_engine import Engine, EngineError, Row
 from benchmarks.vllm_report import marks_of, matrix
+from benchmarks.vllm_sides import SIDES, caches_of
 
 Key = TypeVar("Key", bound=Hashable)  # of an engine
 PROMPT, NEW_TOKENS, WARM_UP = 128, 64, 2  # tokens, tokens, requests per user of a turn that is not counted

@@ -11,63 +11,21 @@ import multiprocessing
 import os
 import random
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.vllm_sides import SIDES, environment_of
+
 COUNTS = ("replays", "full_replays", "fallbacks", "fallbacks:above_max_tokens")  # of this backend
 ANSWER_S = 180  # seconds that an answer may take
+PHASES = ("load_model", "determine_available_memory", "compile_or_warm_up_model")  # of a worker's start
 Row = dict[str, Any]
 Prompt = list[int]
-
-
-@dataclass(frozen=True)
-class Side:
-    """Attributes:
-    settings: of `vllm.LLM`.
-    environment: variables of the process, beside those of all sides.
-    """
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
-FIRST_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-SIDES = {
-    "eager": Side({"enforce_eager": True}, FIRST_RUNNER),
-    "v1": Side(environment=FIRST_RUNNER),
-    "v2": Side(environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
-    "piecewise": Side({"compilation_config": {"backend": "piecewise"}}),
-}
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HF_HUB_OFFLINE": "1",
-}
-
-
-def caches_of(side: str) -> Path:
-    """A folder of this side alone."""
-    return Path(tempfile.gettempdir()) / f"bench_vllm_{side}"
-
-
-def environment_of(side: str) -> dict[str, str]:
-    """Variables of a side's process."""
-    caches = caches_of(side)
-    places = {
-        "VLLM_CACHE_ROOT": str(caches / "vllm"),
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-    }
-    return {**ENVIRONMENT, **places, **SIDES[side].environment}
 
 
 class Engine:
@@ -91,7 +49,7 @@ class Engine:
         theirs.close()
 
     def ready(self, patience: float) -> Row:
-        """Wait until it is: seconds since its process was started, and those of making the engine."""
+        """Wait until it is: seconds since its process was started, of making the engine, and of `PHASES`."""
         told = self._answer(patience)
         return {"side": self.side, "ready_s": time.monotonic() - self._began, **told}
 
@@ -123,7 +81,7 @@ def _serve(environment: Mapping[str, str], settings: Mapping[str, Any], parent: 
     os.environ |= environment
     try:
         served = Served(settings)
-        parent.send({"engine_s": served.seconds})
+        parent.send({"engine_s": served.seconds, "phases": served.phases})
         while True:
             name, options = parent.recv()
             parent.send(getattr(served, name)(**options))
@@ -153,6 +111,7 @@ class Served:
         self._given = 0  # tokens of the requests that the last step answered
         self.calls: list[tuple[float, float]] = []  # host seconds of the first runner's calls of its model,
         self._launching = 0.0  # and of the graph launches in them
+        self.phases: dict[str, float] = {}  # seconds
         self._count()
         self._draw = random.Random(0)
         began = time.monotonic()
@@ -190,8 +149,20 @@ class Served:
             replay(graph)
             self._launching += time.perf_counter() - began
 
+        for name in PHASES:
+            setattr(Worker, name, self._timed(name, getattr(Worker, name)))
         Worker.execute_model, Scheduler._preempt_request = execute_model, preempt_request
         GPUModelRunner._model_forward, torch.cuda.CUDAGraph.replay = model_forward, timed_replay
+
+    def _timed(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*args, **options)
+            finally:
+                self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - began
+
+        return timed
 
     # --- throughput ---------------------------------------------------------------------------------
 

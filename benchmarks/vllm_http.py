@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.eagle_pair import MODELS
-from benchmarks.vllm_engine import environment_of
+from benchmarks.vllm_sides import environment_of
 
 MODEL = str(MODELS / "byte-llama")
 PATIENCE = 180  # seconds until the server answers

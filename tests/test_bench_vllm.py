@@ -30,6 +30,9 @@ class SamplingParams:
 class Engine:
     def __init__(self):
         self.waiting, self.worker = {}, Worker()
+        self.worker.load_model()
+        self.worker.determine_available_memory()
+        self.worker.compile_or_warm_up_model()
 
     def add_request(self, name, prompt, params):
         self.waiting[name] = [prompt["prompt_token_ids"], params.max_tokens, []]
@@ -80,6 +83,9 @@ MODULES = {
     "vllm/v1/worker/gpu_worker.py": """
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 class Worker:
+    def load_model(self): pass
+    def determine_available_memory(self): pass
+    def compile_or_warm_up_model(self): pass
     def execute_model(self, scheduled):
         GPUModelRunner()._model_forward()
 """,
@@ -110,6 +116,9 @@ def test_sides_take_turns_and_are_counted(double: None, tmp_path: Path) -> None:
     for row in [row for row in found["rows"] if row["part"] == "decode"]:
         steps = [each for each in row["host"] if "(execute_model)" in each["function"]]
         assert {each["calls"] for each in steps} == {1.0} and row["call_us"] < 1e3 * row["step_ms"]
+    starts = [row for row in found["rows"] if row["part"] == "start"]
+    assert all(sum(row["phases"].values()) < row["engine_s"] < row["ready_s"] for row in starts)
+    assert {len(row["phases"]) for row in starts} == {3}
     assert {row["tokens_per_round"] for row in found["rows"] if row["part"] == "eagle"} == {1.0}
     differ = {row["side"]: row["differences"] for row in by_part["answers"]}
     one = [{"prompt": 2, "token": 2, "gap": pytest.approx(0.25)}]
