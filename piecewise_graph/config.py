@@ -21,6 +21,7 @@ _CHOICES = {
     "outputs": ("copy", "static"),
     "check": ("off", "first", "always"),
     "padding": ("proved", "tried"),
+    "one_token": ("traced", "trusted"),
 }
 
 
@@ -67,6 +68,9 @@ class PiecewiseConfig:
             through Dynamo, "off" never (a moved weight is then read at its old address).
         padding: "proved": what cannot be proved to bear padding is cut out and runs on live rows; "tried": it
             is padded where trials find no difference. Trials can be fooled.
+        one_token: of pg.compile: "traced": the first call of one token is traced by itself, and served by the
+            trace of several only where the two are alike; "trusted": it is served, as for every model of
+            transformers, which spares a trace.
         specialize: buckets whose segments are compiled for their exact size, kernels tuned by trying: faster
             decode steps for seconds of start-up per size. They have to be among the capture sizes.
         pool: a `GraphPool` to share between models, None = one of the model's own.
@@ -90,6 +94,7 @@ class PiecewiseConfig:
     outputs: str = "copy"
     check: str = "first"
     padding: str = "proved"
+    one_token: str = "traced"
     specialize: Sequence[int] = ()
     pool: GraphPool | None = None
     max_graph_bytes: int | None = None

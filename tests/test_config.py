@@ -51,7 +51,9 @@ def test_bad_max_tokens_is_refused(value: object) -> None:
         pg.PiecewiseConfig(max_tokens=value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["compiler", "cuda_graphs", "capture", "outputs", "check"])
+@pytest.mark.parametrize(
+    "name", ["compiler", "cuda_graphs", "capture", "outputs", "check", "padding", "one_token"]
+)
 @pytest.mark.parametrize("value", ["nonsense", None, 3, True])
 def test_bad_choice_lists_the_choices(name: str, value: object) -> None:
     default = getattr(pg.PiecewiseConfig(), name)

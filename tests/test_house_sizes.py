@@ -71,7 +71,7 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1218,
+    "beside": 1220,
     "_torch": 740,
     "kernels": 469,
     "splitter": 1136,
@@ -83,7 +83,7 @@ BUDGETS = {
     "frontend": 1156,
     "custom_ops": 3394,
     "eagle": 2976,
-    "integrations": 670,
+    "integrations": 673,
     "bench": 646,
     "cli": 881,
 }

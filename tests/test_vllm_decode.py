@@ -10,6 +10,7 @@ import torch
 import vllm_doubles as doubles
 from vllm_worker_doubles import worker
 
+from piecewise_graph.frontend.compile import CompiledModel
 from piecewise_graph.integrations import vllm as plugin
 from piecewise_graph.integrations.vllm_decode import DecodeBatch
 
@@ -38,6 +39,20 @@ def test_a_decode_batch_is_served_where_all_that_it_reads_lies_where_it_did(orde
     batch = DecodeBatch(*call(None), replay=lambda: None)
     assert batch.fits(*call(moved)) == (moved is None)
     assert not batch.fits(call(None)[0] | {"inputs_embeds": torch.zeros(2)}, call(None)[1])
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+def test_what_vllm_traces_once_is_not_traced_at_one_token(
+    decorated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if decorated:
+        bases = (doubles.Attention, doubles.TorchCompileWithNoGuardsWrapper)
+        monkeypatch.setattr(doubles, "Attention", type("Attention", bases, {}))
+    looks: list[Any] = []
+    look = CompiledModel._traced_at_one_token
+    monkeypatch.setattr(CompiledModel, "_traced_at_one_token", lambda *a: looks.append(a) or look(*a))
+    worker().model_runner.execute_model([(0, [8])])
+    assert len(looks) == (not decorated)
 
 
 def test_logits_of_few_rows_are_graphs() -> None:

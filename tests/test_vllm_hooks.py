@@ -57,6 +57,7 @@ def test_a_method_of_the_runner_that_moved_is_named(name: str, monkeypatch: pyte
     "gone",
     [
         "vllm.forward_context:set_forward_context",
+        "vllm.compilation.wrapper:TorchCompileWithNoGuardsWrapper",
         "vllm.v1.worker.gpu_worker:Worker",
     ],
 )

@@ -244,6 +244,10 @@ class Attention(nn.Module):
         return output
 
 
+class TorchCompileWithNoGuardsWrapper:
+    """vLLM makes it a base of the classes that it compiles."""
+
+
 class Model(nn.Module):
     """A decoder; with `drafts`, one that takes hidden states too, as EAGLE heads do."""
 
@@ -292,6 +296,8 @@ def modules() -> dict[str, dict[str, Any]]:
             "VllmConfig": type("VllmConfig", (VllmConfig,), {})
         },  # the plugin wraps a method of it
         "vllm.config.compilation": compilation,
+        "vllm.compilation": {},
+        "vllm.compilation.wrapper": {"TorchCompileWithNoGuardsWrapper": TorchCompileWithNoGuardsWrapper},
         "vllm.forward_context": {
             "ForwardContext": ForwardContext,
             "get_forward_context": get_forward_context,

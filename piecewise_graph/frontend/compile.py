@@ -18,7 +18,7 @@ request than with several, and nothing here would check that. So are models with
 The one thing relaxed is T >= 2. Models of transformers ask whether T > 1 to see whether a mask is causal or
 can be skipped, which for one token is the same either way (held by tests on eight of them). Any other
 model's first call at T = 1 is traced once more, without compiling or running it, and served by the same
-trace only if the graphs agree (one_token.py).
+trace only if the graphs agree (one_token.py), unless its caller says that they do (`one_token`).
 
 Note [Weights keep their guards]
 Dynamo's guards on dtype, shape and strides of weights (TENSOR_MATCH) could be dropped too, were the runtime
@@ -201,7 +201,7 @@ class CompiledModel:
         self, traces: Sequence[Signature], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether these traces of more tokens are one, and this call of one token would give the same."""
-        if is_of_transformers(self._model):
+        if self.model_state.config.one_token == "trusted" or is_of_transformers(self._model):
             return True
         if self._at_one_token is None:
             self._at_one_token = self._traced_at_one_token(args, kwargs)

@@ -87,6 +87,9 @@ class ServedModel:
         self._forward = module.forward  # `module(...)` would come back here
         self._context: Callable[[], Any] = VLLM.imported("vllm.forward_context", "get_forward_context")
         self._full_mode = VLLM.imported("vllm.config.compilation", "CUDAGraphMode.FULL")
+        # What vLLM compiles itself, it traces once, for every number of tokens.
+        once = VLLM.imported("vllm.compilation.wrapper", "TorchCompileWithNoGuardsWrapper")
+        self._one_token = "trusted" if any(isinstance(m, once) for m in module.modules()) else "traced"
         self._compiled: Any = None
         self._example: dict[str, Any] = {}
         self._frozen: Callable[..., Any] | None = None
@@ -121,7 +124,8 @@ class ServedModel:
             options = {"capture_sizes": self.sizes, "max_tokens": max(self.sizes), "capture": "explicit"}
         dims = {name: dim for name, dim in _TOKEN_DIM.items() if isinstance(inputs.get(name), Tensor)}
         # As in vLLM's own graphs, outputs are valid until the next forward: it is done with them by then.
-        self._compiled = pg.compile(self._forward, token_dim=dims, outputs="static", **options)
+        options |= {"token_dim": dims, "outputs": "static", "one_token": self._one_token}
+        self._compiled = pg.compile(self._forward, **options)
         self._example = dict(inputs)
         return self._compiled
 
