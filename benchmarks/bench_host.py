@@ -3,8 +3,9 @@
     python -m benchmarks.bench_host
 
 Timed in one process, the sides taking turns, each turn from an idle device: the frozen call with inputs to
-copy, with inputs written in place, and with outputs that the caller owns; then, bare, the very calls that its
-tape makes: all of them, the graph launches alone, the attention calls alone. Two accounts follow:
+copy, with inputs written in place, and with outputs that the caller owns; the same call captured in place
+(pg.capture_in_place), where it is one graph; then, bare, the very calls that its tape makes: all of them, the
+graph launches alone, the attention calls alone. Two accounts follow:
 
     over_bare   the frozen call less the bare calls
     beyond      the frozen call less 3 us per graph launch and less the attention calls, as measured
@@ -38,7 +39,7 @@ COPIED_US, IN_PLACE_US, OWNED_US = 15.0, 5.0, 12.0
 LIMITED = ("deep",)
 _COLUMNS = ("shape", "mode", "stream", "tokens", "graphs", "attention_calls", "launch_us", "attention_us",
             "copied_us", "copied_beyond_us", "in_place_beyond_us", "owned_more_us",
-            "copied_over_bare_us", "in_place_over_bare_us")  # fmt: skip
+            "copied_over_bare_us", "in_place_over_bare_us", "graph_in_place_over_bare_us")  # fmt: skip
 
 
 class Frozen:
@@ -69,15 +70,18 @@ class Frozen:
         with self.paged.context(largest, False):
             return pg.freeze(compiled, **self.paged.inputs(largest))
 
-    def forwards(self, tokens: int) -> dict[str, Callable[[], Any]]:
-        """The frozen call in its three forms. Call inside of the forward context."""
+    def forwards(self, tokens: int, full: bool) -> dict[str, Callable[[], Any]]:
+        """The frozen call in its three forms, and one graph in place. Call inside of the forward context."""
         given, static = self.paged.inputs(tokens), self.calls["static"]
         written = given | static.static_inputs(tokens)
-        return {
+        found: dict[str, Callable[[], Any]] = {
             "copied": partial(static, **given),
             "in_place": partial(static, **written),
             "owned": partial(self.calls["copy"], **given),
         }
+        if full:
+            found["graph_in_place"] = pg.capture_in_place(self.compiled["static"], **given)
+        return found
 
     def tape(self, tokens: int) -> tuple[list[Callable[[], Any]], list[bool]]:
         """What the static frozen call makes between copy and return, and which of it are graph launches."""
@@ -112,7 +116,7 @@ def _rows(
         attention = [call for call, graph in zip(calls, is_graph, strict=True) if not graph]
         parts = {"bare": calls, "graphs": graphs, "attention": attention}
         bare: dict[str, Callable[[], Any]] = {name: partial(_all, part) for name, part in parts.items()}
-        forwards = frozen.forwards(tokens)
+        forwards = frozen.forwards(tokens, full)
         times = {
             caller: alternate_host(
                 bare | forwards,
@@ -135,7 +139,7 @@ def _accounts(times: Mapping[str, Timing], graphs: int, attention_calls: int) ->
         found[f"{name}_quartiles_us"] = [timing.low * 1e6, timing.high * 1e6]
     found["launch_us"] = us["graphs"] / graphs
     found["attention_call_us"] = us["attention"] / attention_calls if attention_calls else None
-    for name in ("copied", "in_place", "owned"):
+    for name in set(us) - {"bare", "graphs", "attention"}:
         found[f"{name}_over_bare_us"] = us[name] - us["bare"]
         found[f"{name}_beyond_us"] = us[name] - LAUNCH_US * graphs - us["attention"]
     found["owned_more_us"] = us["owned"] - us["copied"]

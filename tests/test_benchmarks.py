@@ -99,6 +99,7 @@ def test_host(tmp_path: Path) -> None:
     for tokens in (1, 4):
         assert modes["full", tokens]["graphs"] == 1
         assert modes["full", tokens]["attention_calls"] == 0
+        assert modes["full", tokens]["graph_in_place_us"] > 0
         assert modes["piecewise", tokens]["graphs"] == layers + 1
         assert modes["piecewise", tokens]["attention_calls"] == layers
     for row in found["rows"]:
