@@ -82,6 +82,13 @@ def bucket_of(num_tokens: int, sizes: Sequence[int], invalid: Container[int]) ->
     return bucket_for(num_tokens, [size for size in sizes if size not in invalid])
 
 
+def never_replayed(num_tokens: int, sizes: Sequence[int], blocked: str | None) -> str | None:
+    """Why no such call is ever replayed, whatever is captured; or None. A long prompt asks at every call."""
+    if blocked or num_tokens == 0:
+        return blocked or "no_tokens"
+    return "above_max_tokens" if num_tokens > max(sizes) else None
+
+
 def decide(num_tokens: int, given: Situation) -> Decision:
     """Choose for a call of `num_tokens` tokens.
 
@@ -90,12 +97,8 @@ def decide(num_tokens: int, given: Situation) -> Decision:
     `bucket_outside_trace`, or why the trace cannot), `capture_failed`, `over_budget`, `not_captured`. A call
     that asked for a full graph and cannot have one is decided as a piecewise one.
     """
-    if given.blocked:
-        return Decision(Action.COMPILED, reason=given.blocked)
-    if num_tokens == 0:
-        return Decision(Action.COMPILED, reason="no_tokens")
-    if num_tokens > max(given.sizes):
-        return Decision(Action.COMPILED, reason="above_max_tokens")
+    if reason := never_replayed(num_tokens, given.sizes, given.blocked):
+        return Decision(Action.COMPILED, reason=reason)
     bucket = bucket_of(num_tokens, given.sizes, given.invalid)
     not_full = None
     if given.full is not None:

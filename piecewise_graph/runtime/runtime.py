@@ -28,7 +28,7 @@ from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.runtime.bound_addresses import BoundAddresses
 from piecewise_graph.runtime.bucket_capture import capture_bucket
 from piecewise_graph.runtime.budget import over_budget, plan_before_capture, planned_bytes
-from piecewise_graph.runtime.dispatch import Action, Decision, Situation, decide
+from piecewise_graph.runtime.dispatch import Action, Decision, Situation, decide, never_replayed
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.replay import Replay
 from piecewise_graph.runtime.several_sizes import SeveralSizes
@@ -150,7 +150,9 @@ class Runtime:
         if capturing_elsewhere(self.program.device):
             return Decision(Action.COMPILED, None, "captured_by_caller")
         context, program, state = context or get_forward_context(), self.program, self.state
-        off = "cuda_graphs_off" if state.config.cuda_graphs == "off" else None
+        blocked = program.blocked or ("cuda_graphs_off" if state.config.cuda_graphs == "off" else None)
+        if reason := never_replayed(num_tokens, self.sizes, blocked):  # before what is captured is collected
+            return Decision(Action.COMPILED, reason=reason)
         piecewise = self._piecewise.captured(program, state.proofs, self.sizes)
         asked = self.tapes_for(context) if context.full_graph else None
         given = Situation(
@@ -158,7 +160,7 @@ class Runtime:
             state.may_capture(),
             piecewise,
             asked.captured(program, state.proofs, self.sizes) if asked is not None else None,
-            program.blocked or off,
+            blocked,
             self._not_full,
             self.invalid,
             over_budget(state),
