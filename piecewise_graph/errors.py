@@ -265,7 +265,7 @@ class GraphPoolError(PiecewiseError):
     @classmethod
     def inside_capture(cls, name: str) -> GraphPoolError:
         what = f"{name} cannot be captured while the current stream is capturing another graph."
-        return cls(what, "call capture_call before that capture begins, or after it has ended.")
+        return cls(what, "capture it before that capture begins, or after it has ended.")
 
     @classmethod
     def inside_forward(cls, name: str) -> GraphPoolError:
@@ -277,7 +277,7 @@ class GraphPoolError(PiecewiseError):
     @classmethod
     def dropped(cls, name: str) -> GraphPoolError:
         what = f"the graph of {name} was dropped by pg.reset() or GraphPool.release()."
-        return cls(what, "capture it again: replay = pool.capture_call(body, device=...).")
+        return cls(what, "capture it again, with the call that captured it before.")
 
 
 class CaptureError(PiecewiseError):

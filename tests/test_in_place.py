@@ -10,12 +10,35 @@ import pytest
 import torch
 from full_graph_cases import LAYERS, Centring
 from hypothesis import given, settings, strategies as st
-from toys import SIZES, WIDTH, Blocks, assert_same, captured, compiled, new_pool, rows, through_torch
+from torch import nn
+from toys import (
+    SIZES,
+    WIDTH,
+    Blocks,
+    assert_same,
+    captured,
+    compiled,
+    new_pool,
+    rows,
+    through_torch,
+    watching,
+)
 
 import piecewise_graph as pg
 from piecewise_graph.errors import CaptureError, ContextError, FreezeError, GraphPoolError
 
 pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+class Parallel(nn.Module):
+    """Two linears of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) * self.two(x)
 
 
 class Two(NamedTuple):
@@ -101,7 +124,7 @@ def test_outputs_have_the_models_containers(device: torch.device) -> None:
     assert_same([found["two"].hidden, found["list"]], [wanted["two"].hidden, wanted["list"]])
 
 
-def test_weights_written_in_place_are_read_and_replaced_ones_kept(device: torch.device) -> None:
+def test_weights_written_in_place_are_read(device: torch.device) -> None:
     model, x = Centring().to(device), rows(2, device)
     with of_rows(2, device):
         graph = pg.capture_in_place(compiled(model), x)
@@ -141,8 +164,7 @@ def test_something_else_is_refused(device: torch.device) -> None:
         pg.capture_in_place(Blocks().to(device), rows(2, device))
 
 
-def test_a_forward_happens_once_per_run(device: torch.device) -> None:
-    """On a GPU the capture itself runs nothing; on a CPU a replay runs the forward again."""
+def test_a_forward_happens_twice_to_warm_up_and_once_per_replay(device: torch.device) -> None:
     total = torch.zeros(WIDTH, device=device)
 
     def adds(x: torch.Tensor) -> torch.Tensor:
@@ -154,9 +176,95 @@ def test_a_forward_happens_once_per_run(device: torch.device) -> None:
     fast(x)
     before = total.clone()
     graph = pg.capture_in_place(fast, x)
-    assert_same(total - before, torch.full_like(total, 2.0))  # to warm up
+    assert_same(total - before, torch.full_like(total, 2 * 2.0))
     assert_same(graph(), x * total)
-    assert_same(total - before, torch.full_like(total, 4.0))
+    assert_same(total - before, torch.full_like(total, 3 * 2.0))
+
+
+def test_outputs_are_the_same_memory_in_new_containers(device: torch.device) -> None:
+    scale = torch.ones(3, device=device)
+    x = rows(2, device)
+    graph = pg.capture_in_place(compiled(lambda x: {"twice": x * 2, "scale": scale}), x)
+    first = graph()
+    kept = first["twice"]
+    first["twice"] = None
+    x.normal_()
+    assert graph()["twice"] is not None
+    assert_same(kept, x * 2)  # as it is on a GPU
+
+
+class Batch:
+    """Metadata that says how many tokens it describes."""
+
+    def __init__(self, live: torch.Tensor, count: int) -> None:
+        self.live, self.count = live, count
+
+    def check_tokens(self, num_tokens: int) -> None:
+        if num_tokens != self.count:
+            raise ContextError("batch of another size", "make a batch of this size")
+
+
+@pytest.mark.parametrize("check", ["first", "always"])
+def test_tensors_inside_of_objects_are_looked_at(check: str, device: torch.device) -> None:
+    """At the first replay, and at every one where the model's `check` says so."""
+    batch, x = Batch(torch.zeros(1, device=device), 2), rows(2, device)
+    with pg.forward_context(batch=batch):
+        graph = pg.capture_in_place(compiled(lambda x: x * 2, check=check), x)
+        graph()
+        batch.live.data = torch.ones(1, device=device)
+        if check == "always":
+            with pytest.raises(ContextError, match="batch"):
+                graph()
+        else:
+            graph()
+        again = pg.capture_in_place(compiled(lambda x: x * 3, check=check), x)
+        batch.live.data = torch.ones(1, device=device)
+        with pytest.raises(ContextError, match="batch"):
+            again()
+
+
+def test_a_context_of_another_number_of_tokens_is_refused_at_the_capture(device: torch.device) -> None:
+    with (
+        pg.forward_context(batch=Batch(torch.zeros(1), 3)),
+        pytest.raises(ContextError, match="another size"),
+    ):
+        pg.capture_in_place(compiled(lambda x: x * 2), rows(2, device))
+
+
+def test_nothing_is_padded_under_a_full_graphs_context(device: torch.device) -> None:
+    model, x = Centring().to(device), rows(3, device)
+    live = torch.tensor([3], device=device)
+    with pg.forward_context(full_graph=True, live=live), watching() as seen:
+        graph = pg.capture_in_place(compiled(model), x)
+        assert_same(graph(), model(x))
+    assert {each.tokens for each in seen} == {3}
+
+
+def test_a_later_trace_of_another_kind_does_not_matter(device: torch.device) -> None:
+    fast, x = compiled(lambda x, y: x * 2, token_dim={"x": 0}), rows(2, device)
+    fast(x, None)
+    with torch.enable_grad():
+        fast(x.clone().requires_grad_(), 1)
+    graph = pg.capture_in_place(fast, x, None)
+    x.normal_()
+    assert_same(graph(), x * 2)
+
+
+def test_graphs_that_are_off_are_not_captured(device: torch.device) -> None:
+    with pytest.raises(CaptureError, match="cuda_graphs_off"):
+        pg.capture_in_place(compiled(lambda x: x * 2, cuda_graphs="off"), rows(2, device))
+
+
+def test_merged_weights_can_be_replaced_while_a_graph_is_there(device: torch.device) -> None:
+    model = Parallel().to(device)
+    fast, x = compiled(model, merge_linears=True), rows(2, device)
+    graph = pg.capture_in_place(fast, x)
+    assert_same(graph(), model(x))
+    model.one.weight.data = torch.randn_like(model.one.weight)
+    again = pg.capture_in_place(fast, x)
+    assert_same(again(), model(x))
+    assert_same(fast(x), model(x))
+    del graph
 
 
 def test_attention_of_torch_may_be_captured_too(device: torch.device) -> None:

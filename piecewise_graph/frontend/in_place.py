@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler.program import Program
-from piecewise_graph.context import get_forward_context
-from piecewise_graph.errors import CaptureError, FreezeError
-from piecewise_graph.frontend.frozen_trace import observe
+from piecewise_graph.context import ForwardContext, get_forward_context, in_place_of_active
+from piecewise_graph.errors import CaptureError
+from piecewise_graph.frontend.frozen_trace import Observed, observe
 from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.recorder.mode import FULL
-from piecewise_graph.runtime.captured_context import CapturedContext
-from piecewise_graph.runtime.runtime import Runtime
+from piecewise_graph.runtime.captured_context import CapturedContext, check_tokens
+from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.side_channel import Purpose
+from piecewise_graph.sizes import overwrite
 from piecewise_graph.telemetry import counters
 
 _COUNTED = (("replays", 1), ("full_replays", 1))
@@ -26,27 +29,23 @@ def capture_in_place(compiled: Any, *args: Any, **kwargs: Any) -> InPlaceGraph:
 
     Nothing is copied or padded at a replay: write the inputs in place, then call what this returns, under
     the forward context of the capture. The graph lies in the pool of the model's other graphs and goes with
-    them (`pg.reset`).
+    them (`pg.reset`); it counts towards no `max_graph_bytes`, and `pg.explain` does not list it.
 
     Args:
         compiled: what pg.compile or torch.compile(..., backend="piecewise") returned.
-        args, kwargs: a legal call. The model runs on them once to warm up, and before that where it was
-            never called, effects of its splitting ops (a KV cache) included. So call this under
-            torch.no_grad(), with the metadata that ops read.
+        args, kwargs: a legal call. The model runs on them two or three times, effects of its splitting ops
+            (a KV cache) included. So call this under torch.no_grad(), with the metadata that ops read.
 
     Raises:
         FreezeError: the call is not served by one graph of this backend.
-        CaptureError: an op of the model cannot be captured.
+        CaptureError: the model cannot be one graph.
         ContextError: the forward context holds what could change unseen.
         GraphPoolError: the caller is capturing a graph already.
         torch.OutOfMemoryError: the graph does not fit.
+        RuntimeError: what else torch raises while it captures.
     """
-    state = state_of(compiled)
-    if state is None:
-        compiled(*args, **kwargs)
-    elif not state.traces:
-        with state.channel.calls_for(Purpose.WARM_UP):
-            compiled(*args, **kwargs)
+    if state_of(compiled) is None:
+        observe(compiled, args, kwargs)  # only its trace tells of what module it is
     return InPlaceGraph(compiled, args, kwargs)
 
 
@@ -54,25 +53,41 @@ class InPlaceGraph:
     """What `pg.capture_in_place` returns: call it to replay.
 
     Inputs, weights and the forward context's tensors are read where they were at the capture, and kept
-    alive. After replacing a weight, capture anew.
-
-    Attributes:
-        outputs: what the call returned, overwritten by each replay of the pool's graphs.
+    alive. After replacing a weight, capture anew. On a CPU a replay runs the model again, as it is by then.
     """
 
     def __init__(self, compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._compiled, self._args, self._kwargs = compiled, args, kwargs
-        self.outputs: Any = None
-        self._context = CapturedContext.of(get_forward_context())
         state = state_of(compiled)
-        if state is None or not state.traces:
-            raise FreezeError.no_trace(repr(compiled)[:80])
-        trace, self._channel = state.traces[-1], state.channel
-        if not isinstance(trace, Runtime):
-            raise FreezeError.not_split(str(trace.blocked))
-        name, device = "call captured in place", trace.program.device
-        self._graph = trace.pool.capture_call(self._run, device=device, name=name)
+        assert state is not None
+        self._compiled, self._args, self._kwargs, self._state = compiled, args, kwargs, state
+        context = get_forward_context()
+        self._captured, self._context = CapturedContext.of(context), ForwardContext(dict(context.fields))
+        with ExitStack() as held:  # so that no graph answers
+            for pool in state.pools:
+                held.enter_context(pool.using())
+            seen = self._run_uncounted()
+        runtime, program = seen.runtime, seen.runtime.program
+        if reason := _unsupported(program, state):
+            raise CaptureError.nothing_captured([reason])
+        self._runtime, self._tokens = runtime, runtime.count(seen.args)
+        check_tokens(context, self._tokens)
+        self._kept = _read_by_graphs(program, seen.args)
+        self._leaves: list[Any] | None = None
+        self._look_inside = True
+        name = "the call captured in place"
+        self._graph = runtime.pool.capture_call(self._run, device=program.device, name=name)
         counters.add("captures")
+
+    @property
+    def dropped(self) -> bool:
+        """The graph is gone: pg.reset() or GraphPool.release() has dropped it."""
+        return self._graph.replay is None
+
+    @property
+    def outputs(self) -> Any:
+        """What the call returned, overwritten by each replay of the pool's graphs."""
+        assert self._leaves is not None
+        return self._leaves[0] if self._is_one else _torch.unflatten(self._leaves, self._structure)
 
     def __call__(self) -> Any:
         """Replay; the outputs.
@@ -82,32 +97,51 @@ class InPlaceGraph:
             GraphPoolError: the graph was dropped, or another graph of the pool is in use.
         """
         context = get_forward_context()
-        if context.fields or self._context.values:
-            self._context.check(context, self._tokens, self._tokens, thorough=False)
+        if context.fields or self._captured.values:
+            self._captured.check(context, self._tokens, self._tokens, thorough=self._look_inside)
+            self._look_inside = self._state.config.check == "always"
         self._graph()
         counters.add_each(_COUNTED)
         return self.outputs
 
+    def _run_uncounted(self) -> Observed:
+        """The call without graphs, and without the padding that a full graph's context asks for."""
+        with self._state.channel.calls_for(Purpose.WARM_UP), in_place_of_active(self._context):
+            return observe(self._compiled, self._args, self._kwargs)
+
     def _run(self) -> None:
-        """The call without graphs, as often as the pool asks for it."""
-        with self._channel.calls_for(Purpose.WARM_UP):
-            seen = observe(self._compiled, self._args, self._kwargs)
-        if reason := _unsupported(seen.runtime.program):
-            raise CaptureError.nothing_captured([reason])
-        leaves, structure = _torch.flatten(seen.result)
+        """As often as the pool asks for it: to warm up, to capture, and on a CPU for each replay."""
+        seen = self._run_uncounted()
+        leaves, self._structure = _torch.flatten(seen.result)
+        if hasattr(self, "_graph"):
+            _overwrite_each(self._leaves or (), leaves)
+            return
+        self._is_one = len(leaves) == 1 and leaves[0] is seen.result
         # The memory of outputs is shared with later captures, as that of the pool's other graphs is.
-        aliases = [_torch.weak_alias(leaf) if _is_on_gpu(leaf) else leaf for leaf in leaves]
-        self.outputs = _torch.unflatten(aliases, structure)
-        self._kept = [each.detach() for each in seen.args if isinstance(each, Tensor)]
-        self._tokens = seen.runtime.count(seen.args)
+        made = {id(output) for output in seen.outputs if isinstance(output, Tensor) and output.is_cuda}
+        made -= {id(argument) for argument in seen.args}
+        self._leaves = [_torch.weak_alias(leaf) if id(leaf) in made else leaf for leaf in leaves]
 
 
-def _unsupported(program: Program) -> str | None:
+def _unsupported(program: Program, state: ModelState) -> str | None:
     """Why no call can be one graph. torch's own attention is no reason: no row here is padding."""
+    if state.config.cuda_graphs == "off":
+        return "cuda_graphs_off"
+    if any(segment.facts.host_sync for segment in program.compiled.values()):
+        return "data_dependent"
     if program.split.is_cut_at_attention and not program.split.has_other_devices:
         return None
     return FULL.unsupported(program)
 
 
-def _is_on_gpu(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_cuda
+def _read_by_graphs(program: Program, args: Sequence[Any]) -> list[Tensor]:
+    """What has to stay alive; detached, so that a parameter whose data is swapped keeps its old storage."""
+    tensors = enumerate(program.with_merged(args))
+    read = [(index, x) for index, x in tensors if isinstance(x, Tensor) and index in program.last_use]
+    return [x if program.split.inputs[index].merged else x.detach() for index, x in read]
+
+
+def _overwrite_each(static: Sequence[Any], made: Sequence[Any]) -> None:
+    for old, new in zip(static, made, strict=True):
+        if isinstance(old, Tensor) and old is not new:
+            overwrite(old, new)

@@ -2,52 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 # Tensors of attention metadata that captured kernels read; not every backend has all of them.
 _METADATA = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 
-Place = tuple[int, torch.Size]
-
-
-def place_of(value: Any) -> Any:
-    """Where a tensor lies, and its shape; anything else as it is."""
-    return (value.data_ptr(), value.shape) if isinstance(value, Tensor) else value
-
 
 class DecodeBatch:
     """A captured batch, and what it takes for granted of the calls that it serves.
 
+    vLLM keeps alive what its kernels read through its own context: the KV cache, and buffers of metadata.
+
     Args:
         inputs: of the model, as they were captured.
         context: vLLM's forward context of that call.
-        replay: runs the graph; the model's outputs.
+        graph: what pg.capture_in_place returned for them.
     """
 
-    def __init__(self, inputs: Mapping[str, Any], context: Any, replay: Callable[[], Any]) -> None:
-        self.replay = replay
-        self._inputs = {name: place_of(value) for name, value in inputs.items()}
+    def __init__(self, inputs: Mapping[str, Any], context: Any, graph: Any) -> None:
+        self.graph = graph
+        self._inputs = {name: _place(value) for name, value in inputs.items()}
         metadata, slots = _by_layer(context.attn_metadata), _by_layer(context.slot_mapping)
         # Layers of a group share one object, in every batch. So the first layer of each is asked.
         self._metadata = tuple((layer, tuple(_places(each))) for layer, each in _first_of_each(metadata))
-        self._slots = tuple((layer, place_of(each)) for layer, each in _first_of_each(slots))
+        self._slots = tuple((layer, _place(each)) for layer, each in _first_of_each(slots))
 
     def fits(self, inputs: Mapping[str, Any], context: Any) -> bool:
-        """What its kernels read lies where it did."""
+        """The graph is there, and inputs, slots and what is looked at of the metadata lie where they did."""
         known = self._inputs
-        if len(inputs) != len(known) or any(place_of(inputs[name]) != known.get(name) for name in inputs):
+        if (
+            self.graph.dropped
+            or len(inputs) != len(known)
+            or any(_place(inputs[name]) != known.get(name) for name in inputs)
+        ):
             return False
         metadata, slots = _by_layer(context.attn_metadata), _by_layer(context.slot_mapping)
         for layer, places in self._metadata:
             each = metadata.get(layer)
             for name, place in places:
-                if place_of(getattr(each, name, None)) != place:
+                if _place(getattr(each, name, None)) != place:
                     return False
-        return all(place_of(slots.get(layer)) == place for layer, place in self._slots)
+        return all(_place(slots.get(layer)) == place for layer, place in self._slots)
+
+
+def _place(value: Any) -> Any:
+    """Where a tensor lies, and its shape; anything else as it is."""
+    return (value.data_ptr(), value.shape) if isinstance(value, Tensor) else value
 
 
 def _by_layer(found: Any) -> Mapping[str, Any]:
@@ -65,4 +68,4 @@ def _first_of_each(by_layer: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _places(metadata: Any) -> Iterator[tuple[str, Any]]:
     for name in _METADATA:
-        yield name, place_of(getattr(metadata, name, None))
+        yield name, _place(getattr(metadata, name, None))

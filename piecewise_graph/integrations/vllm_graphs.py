@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import piecewise_graph as pg
 from piecewise_graph import _torch
-from piecewise_graph.errors import FreezeError, NotCompiledError, PiecewiseError
+from piecewise_graph.errors import FreezeError, NotCompiledError
 from piecewise_graph.integrations.captures import capture_sizes
 from piecewise_graph.integrations.errors import IntegrationError
 from piecewise_graph.integrations.stacks import VLLM
@@ -79,11 +79,13 @@ class ServedModel:
 
     Attributes:
         captures_full: a call in mode FULL is captured, because vLLM is capturing.
+        hidden_row: an example of what the model's logits are computed of; None before the first call.
     """
 
     def __init__(self, module: nn.Module, part: str, sizes: Sequence[int], inductor: dict[str, Any]) -> None:
         self.part, self.sizes, self._inductor = part, tuple(sizes), inductor
         self.captures_full = False
+        self.hidden_row: Tensor | None = None
         self._forward = module.forward  # `module(...)` would come back here
         self._context: Callable[[], Any] = VLLM.imported("vllm.forward_context", "get_forward_context")
         self._full_mode = VLLM.imported("vllm.config.compilation", "CUDAGraphMode.FULL")
@@ -101,9 +103,9 @@ class ServedModel:
         if context.cudagraph_runtime_mode is self._full_mode:
             batch = self._full.get(context.batch_descriptor)
             if batch is not None and batch.fits(inputs, context):
-                return batch.replay()
+                return batch.graph()
             if self.captures_full and self._capture_full(inputs, context):
-                return self._full[context.batch_descriptor].replay()
+                return self._full[context.batch_descriptor].graph()
             self._tell_piecewise(context.batch_descriptor)
         return self._piecewise(inputs)
 
@@ -115,7 +117,10 @@ class ServedModel:
             except FreezeError as error:  # raised before anything ran
                 self._tell("frozen", "a call of this kind goes through Dynamo's guards: %s", error)
         with _torch.inductor_settings(self._inductor):
-            return compiled(**inputs)
+            result = compiled(**inputs)
+        if self.hidden_row is None:
+            self.hidden_row = _hidden_row(result)
+        return result
 
     def _compile(self, inputs: Inputs) -> Any:
         """At the first call, which is vLLM's profile run: it shows which arguments there are."""
@@ -133,7 +138,7 @@ class ServedModel:
         """Capture this very call, of vLLM's capture step; whether that was possible."""
         try:
             graph = pg.capture_in_place(self._compiled, **inputs)
-        except (PiecewiseError, RuntimeError) as error:
+        except Exception as error:  # whatever it was: its pieces are captured
             log.warning("%s model, %s: not captured: %s", self.part, context.batch_descriptor, error)
             return False
         self._full[context.batch_descriptor] = DecodeBatch(inputs, context, graph)
@@ -204,14 +209,21 @@ class ServedModel:
             log.warning(f"%s model: {what}", self.part, *values)
 
     def _tell_piecewise(self, batch: Hashable) -> None:
-        self._tell(batch, "%s is piecewise: no graph, or its attention metadata lies elsewhere now", batch)
+        self._tell(batch, "%s is piecewise: no graph, or its inputs or metadata lie elsewhere now", batch)
+
+
+def _hidden_row(result: Any) -> Tensor | None:
+    """Hidden states are the first of what a model returns."""
+    first = result[0] if isinstance(result, (tuple, list)) else result
+    return first[:1].clone() if isinstance(first, Tensor) else None
 
 
 class RunnerGraphs:
     """The graphs of one model runner: those of its model, and of its draft model.
 
     Args:
-        runner: vLLM's; two of its methods are exchanged, on this object alone.
+        runner: vLLM's; two of its methods are exchanged, on this object alone, and `compute_logits` of its
+            models.
 
     Raises:
         IntegrationError: it does not have them.
@@ -252,11 +264,15 @@ class RunnerGraphs:
             log.warning("drafts are made without graphs: a drafter of this kind is not compiled")
 
     def _take(self, module: nn.Module, part: str, sizes: Sequence[int]) -> None:
-        """The calls of a module, which was not called yet, where vLLM has put its torch.compile of it."""
+        """The calls of a module, which was not called yet, and of its logits.
+
+        The first arrive where vLLM has put its torch.compile of the module.
+        """
         VLLM.required(module, "_compiled_call_impl", "torch.nn.Module")
         self.models.append(ServedModel(module, part, sizes, self._inductor))
         module._compiled_call_impl = self.models[-1]
-        self.logits.append(ServedLogits(module, min(max(sizes, default=0), MOST_ROWS)))
+        if sizes and hasattr(module, "compute_logits"):
+            self.logits.append(ServedLogits(module, self.models[-1], min(max(sizes), MOST_ROWS)))
 
     def planned_bytes(self) -> int:
         """In place of `profile_cudagraph_memory`: no KV cache and no capture is needed to tell.
@@ -269,7 +285,7 @@ class RunnerGraphs:
         return planned
 
     def capture(self) -> int:
-        """In place of `capture_model`: piecewise graphs, then vLLM's own round, which asks for full ones."""
+        """In place of `capture_model`: piecewise graphs, then what vLLM's own round asks for, then logits."""
         with _torch.inductor_settings(self._inductor):  # a size may be traced and compiled here alone
             with self._without_metadata():
                 taken = sum(model.capture_pieces() for model in self.models)
@@ -289,7 +305,7 @@ class RunnerGraphs:
         for each in self.logits:
             try:
                 each.capture()
-            except (PiecewiseError, RuntimeError) as error:
+            except Exception as error:  # whatever it was: vLLM computes them
                 each.forget()
                 log.warning("logits are computed without graphs: %s", error)
 

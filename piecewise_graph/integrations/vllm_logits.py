@@ -7,17 +7,25 @@ kernel, and so other roundings than vLLM has without us.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import piecewise_graph as pg
 from piecewise_graph import _torch
-from piecewise_graph.integrations.stacks import VLLM
+
+log = logging.getLogger("vllm.piecewise_graph")
 
 MOST_ROWS = 64  # above, the device takes longer than the host
+
+
+class HasExample(Protocol):
+    """A model that was called or not."""
+
+    hidden_row: Tensor | None
 
 
 class ServedLogits:
@@ -27,54 +35,54 @@ class ServedLogits:
 
     Args:
         module: the model.
-        rows: the most rows to capture; 0 = none.
-
-    Raises:
-        IntegrationError: the model has no such method.
+        served: says what its hidden states are like.
+        rows: the most rows to capture.
     """
 
-    def __init__(self, module: nn.Module, rows: int) -> None:
-        self._compute: Callable[..., Any] = VLLM.required(module, "compute_logits", type(module).__name__)
-        self._most, self._pool = rows, pg.GraphPool()
-        self._example: Tensor | None = None
-        self._row_bytes = 0  # of logits
+    def __init__(self, module: Any, served: HasExample, rows: int) -> None:
+        self._compute: Callable[..., Any] = module.compute_logits
+        self._served, self._most, self._pool = served, rows, pg.GraphPool()
         self._graphs: dict[int, _Logits] = {}
-        module.compute_logits = self  # type: ignore[assignment]
+        module.compute_logits = self
 
     def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         graph = self._graphs.get(hidden_states.shape[0])
         if graph is None or args or options or not graph.takes(hidden_states):
-            return self._computed(hidden_states, *args, **options)
+            return self._compute(hidden_states, *args, **options)
         graph.rows.copy_(hidden_states)
         graph.replay()
-        # Samplers convert logits to float32 before they write or keep them, but for those that are float32.
+        # What samplers keep they convert to float32 first, which makes no copy of what is float32.
         return graph.logits.clone() if graph.logits.dtype is torch.float32 else graph.logits
 
-    def _computed(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        """As vLLM does; the first call, of the profile run, shows what the logits are like."""
-        logits = self._compute(hidden_states, *args, **options)
-        if self._example is None and isinstance(logits, Tensor):
-            self._example, self._row_bytes = hidden_states[:1].clone(), logits[:1].nbytes
-        return logits
-
     def planned_bytes(self) -> int:
-        """What `capture` will take."""
-        return 0 if self._example is None else self._most * (self._example.nbytes + self._row_bytes)
+        """What `capture` will take, temporaries of the method apart. It looks at what the method returns."""
+        example = self._served.hidden_row
+        try:
+            with torch.inference_mode():
+                logits = self._compute(example)
+        except Exception as error:  # it may take other arguments
+            logits = None
+            log.info("logits are computed without graphs: %s", error)
+        if example is None or not isinstance(logits, Tensor):
+            self._most = 0
+            return 0
+        return self._most * (example.nbytes + logits.nbytes)
 
     def capture(self) -> None:
         """A graph per number of rows, the largest first, as those share memory.
 
         Raises:
-            RuntimeError: the method cannot be captured.
+            Exception: whatever the method raises where it cannot be captured.
         """
-        if self._example is None:
+        example = self._served.hidden_row
+        if example is None or not self._most:
             return
-        rows = self._example.repeat(self._most, 1)
+        rows = example.repeat(self._most, 1)
         for count in range(self._most, 0, -1):
             self._graphs[count] = _Logits(self._compute, rows[:count], self._pool)
 
     def forget(self) -> None:
-        """Weights or memory are about to go."""
+        """Weights or memory are about to go, or a capture failed."""
         self._graphs.clear()
         self._pool.release()
 
@@ -92,7 +100,9 @@ class _Logits:
         self.replay = pool.capture_call(self._run, device=rows.device, name=f"logits of {len(rows)} rows")
 
     def takes(self, hidden_states: Tensor) -> bool:
-        return hidden_states.shape == self.rows.shape and hidden_states.dtype is self.rows.dtype
+        """Of this kind, where rows made in inference mode may be written."""
+        is_alike = hidden_states.shape == self.rows.shape and hidden_states.dtype is self.rows.dtype
+        return is_alike and torch.is_inference_mode_enabled()
 
     def _run(self) -> None:
         logits = self._compute(self.rows)
