@@ -80,7 +80,7 @@ BUDGETS = {
     "recorder": 1173,
     "runtime": 1403,
     "inspection": 995,
-    "frontend": 1184,
+    "frontend": 1185,
     "custom_ops": 3394,
     "eagle": 2976,
     "integrations": 691,

@@ -72,10 +72,11 @@ class InPlaceGraph:
         self._runtime, self._tokens = runtime, runtime.count(seen.args)
         check_tokens(context, self._tokens)
         self._kept = _read_by_graphs(program, seen.args)
-        self._leaves: list[Any] | None = None
-        self._look_inside = True
+        self._leaves, self._structure = list[Any](), None
+        self._is_captured, self._look_inside = False, True
         name = "the call captured in place"
         self._graph = runtime.pool.capture_call(self._run, device=program.device, name=name)
+        self._is_captured = True
         counters.add("captures")
 
     @property
@@ -86,7 +87,6 @@ class InPlaceGraph:
     @property
     def outputs(self) -> Any:
         """What the call returned, overwritten by each replay of the pool's graphs."""
-        assert self._leaves is not None
         return self._leaves[0] if self._is_one else _torch.unflatten(self._leaves, self._structure)
 
     def __call__(self) -> Any:
@@ -112,10 +112,11 @@ class InPlaceGraph:
     def _run(self) -> None:
         """As often as the pool asks for it: to warm up, to capture, and on a CPU for each replay."""
         seen = self._run_uncounted()
-        leaves, self._structure = _torch.flatten(seen.result)
-        if hasattr(self, "_graph"):
-            _overwrite_each(self._leaves or (), leaves)
+        leaves, structure = _torch.flatten(seen.result)
+        if self._is_captured:
+            _overwrite_each(self._leaves, leaves)
             return
+        self._structure = structure
         self._is_one = len(leaves) == 1 and leaves[0] is seen.result
         # The memory of outputs is shared with later captures, as that of the pool's other graphs is.
         made = {id(output) for output in seen.outputs if isinstance(output, Tensor) and output.is_cuda}
