@@ -137,13 +137,17 @@ def _refuse_hidden_ops(gm: GraphModule) -> None:
 
 
 def _refuse_open_modes(groups: list[_Group], home: dict[Node, _Group]) -> None:
-    """An autocast region has to begin and end in one segment."""
+    """A region of autocast, or of a function transform (vmap), has to begin and end in one segment."""
     enter, leave = _torch.autocast_functions()
     for group in groups:
         entered = {node for node in group.nodes if node.target is enter}
         left = {node.args[0] for node in group.nodes if node.target is leave}
         if entered != left:
             raise Unsplittable("autocast_region_crosses_a_cut")
+        names = [getattr(node.target, "__name__", "") for node in group.nodes]
+        begun, ended = (sum(n.endswith(f"_{to}crement_nesting") for n in names) for to in ("in", "de"))
+        if begun != ended:
+            raise Unsplittable("splitting_op_inside_higher_order_op")
 
 
 class _Lowering:
