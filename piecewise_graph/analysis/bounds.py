@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -40,7 +41,7 @@ def bounds_by_index(values: Sequence[Any]) -> dict[int, Bounds]:
             and not value.is_meta
         ):
             low, high = value.aminmax() if value.dtype != torch.bool else (0, 1)
-            found[index] = Bounds.of(int(low), int(high) + 1)
+            found[index] = replace(Bounds.of(int(low), int(high) + 1), stored=True)
     return found
 
 
@@ -54,7 +55,7 @@ def running_bounds(claim: Claim, size: Any) -> Bounds | None:
     each = claim.anywhere
     if each is None or not each.low.is_nonnegative or not each.stop.is_Integer:
         return None
-    return Bounds(each.low, (each.stop - 1) * _torch.expression(size) + 1)
+    return Bounds(each.low, (each.stop - 1) * _torch.expression(size) + 1, each.stored)
 
 
 def require_inside(claim: Claim, size: Any, padding: Padding, *, from_end: bool) -> None:
@@ -103,10 +104,12 @@ def _fitting(call: Call, of: BoundsOf) -> Bounds | None:
     dtype = call.results[0].dtype
     compute = _BOUNDS.get(call.name.removeprefix("aten::"))
     found = None if compute is None else compute(call, of)
-    if dtype == torch.bool:
-        return found or Bounds.of(0, 2)
+    stored = any(bounds is not None and bounds.stored for bounds in map(of, call.tensors))
+    if dtype == torch.bool:  # what is stored decides no comparison
+        return found if found is not None and not stored else Bounds.of(0, 2)
     if found is None:
         return None
+    found = replace(found, stored=stored)
     kind = torch.iinfo(dtype)
     least, most = sympy.Integer(kind.min), sympy.Integer(kind.max) + 1
     wide = kind.bits >= 32  # holds what counts tokens

@@ -79,10 +79,16 @@ Dim: TypeAlias = tuple[Atom, ...] | Uniform
 
 @dataclass(frozen=True)
 class Bounds:
-    """`low <= value < stop`. Either may count tokens (of the run that the value belongs to)."""
+    """`low <= value < stop`. Either may count tokens (of the run that the value belongs to).
+
+    Attributes:
+        stored: they are those of a buffer's elements now. Others may be written: as indices they have to be
+            legal too, but nothing may be concluded from their values.
+    """
 
     low: sympy.Expr
     stop: sympy.Expr
+    stored: bool = False
 
     @classmethod
     def of(cls, low: int | sympy.Expr, stop: int | sympy.Expr) -> Bounds:
@@ -90,7 +96,7 @@ class Bounds:
 
     @property
     def negated(self) -> Bounds:
-        return Bounds(1 - self.stop, 1 - self.low)
+        return Bounds(1 - self.stop, 1 - self.low, self.stored)
 
 
 class Role(Enum):
@@ -352,7 +358,7 @@ def hull(bounds: Iterable[Bounds | None]) -> Bounds | None:
         low, stop = larger(-result.low, -one.low), larger(result.stop, one.stop)
         if low is None or stop is None:
             return None
-        result = Bounds(-low, stop)
+        result = Bounds(-low, stop, result.stored or one.stored)
     return result
 
 

@@ -254,6 +254,9 @@ def slice_(call: Call) -> State:
         require(start >= 0 and step == 1, "slice from the end")
         if is_symbolic(size):
             new = call.padding.prefix(size, tokens.symbol, tokens.live - start)
+            kept = leading_tokens(new)
+            if kept is None or kept.live < tokens.live - start:  # live elements lie in a padded run's tail
+                claim = replace(claim, tail=claim.anywhere)
         else:  # every size has its first row; whether it has more, the trace may not have asked
             require(start + size <= 1 + tokens.live and (call.given("end") or 0) >= 0, "slice of tokens")
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,9 +96,11 @@ class _Recording:
     def _segment(self, step: SegmentStep, segment: CompiledSegment) -> None:
         reason = self._reason_apart(step, segment)
         if step.padded and not segment.facts.computes:
-            # views and allocations: made once
+            # views and allocations: made once; what ops leave in them of one call is nothing to the next
             outputs = self._filling(step, segment)(*map(self._value, step.inputs))
             self.keep.extend(outputs)
+            if left := self._left_to_ops(step, segment):
+                self.entries.append(_zeroing([outputs[index] for index in left]))
             self.values.update(zip(step.outputs, outputs, strict=True))
         elif reason is not None:
             self.unpadded[reason] += 1
@@ -132,10 +134,7 @@ class _Recording:
 
         The op fills live rows only, and the next segment may look up what lies in the others.
         """
-        specs = [self.program.split.spec(slot) for slot in step.outputs]
-        floats = {index for index, spec in enumerate(specs) if spec.dtype.is_floating_point}
-        left = segment.facts.uninitialised - (floats if self.ops_run else frozenset())
-        compute = segment.at(self.bucket)
+        left, compute = self._left_to_ops(step, segment), segment.at(self.bucket)
         if not left:
             return compute
 
@@ -146,6 +145,12 @@ class _Recording:
             return outputs
 
         return run
+
+    def _left_to_ops(self, step: SegmentStep, segment: CompiledSegment) -> Collection[int]:
+        """Outputs that have to be zero before an op writes their live rows."""
+        specs = [self.program.split.spec(slot) for slot in step.outputs]
+        floats = {index for index, spec in enumerate(specs) if spec.dtype.is_floating_point}
+        return segment.facts.uninitialised - (floats if self.ops_run else frozenset())
 
     def _ops(self, step: OpStep) -> None:
         for call in step.calls:
@@ -179,6 +184,14 @@ class _Recording:
                 self.workspace.bridges.give_back(memory.tensor)
             elif self.pool.poison and not any(memory.holds(other.data_ptr()) for other in self.keep):
                 self.entries.append(_poisoner(memory.tensor))
+
+
+def _zeroing(tensors: list[Tensor]) -> Callable[[], Any]:
+    def zero() -> None:
+        with torch.inference_mode():  # where they may have been made
+            torch._foreach_zero_(tensors)
+
+    return zero
 
 
 def _poisoner(tensor: Tensor) -> Callable[[], Any]:

@@ -1,0 +1,149 @@
+"""Integers in the rows that pad a run: what may be concluded of them, and what they hold at a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+from toys import BOTH, SIZES, WIDTH, assert_same, compiled, define, ops, rows
+
+import piecewise_graph as pg
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+IDS = {"token_dim": {"ids": 0}}
+
+
+class Embeds(nn.Module):
+    """Something else that depends on ids, beside an embedding that is a graph in any case."""
+
+    def __init__(self, also: Callable[[Tensor, nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.table, self.also = nn.Embedding(16, WIDTH), also
+        self.register_buffer("flags", torch.zeros(16, dtype=torch.long))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.table(ids), self.also(ids, self)
+
+
+SLICES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "differences": lambda ids, _: (ids[1:] - ids[:-1]).sum(),
+    "all_but_the_last": lambda ids, _: ids[:-1].sum(),
+    "all_but_two": lambda ids, _: ids[:-2].count_nonzero(),
+    "any": lambda ids, _: (ids[:-1] > 0).any(),
+    "twice": lambda ids, _: ids[:-1][:-1].sum(),
+    "from_the_second": lambda ids, _: ids[1:].sum(),
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+@BOTH
+def test_live_rows_past_the_end_of_a_slice_are_no_zeros(entry: Any, name: str, device: torch.device) -> None:
+    """`ids[:-1]` of a padded run has the last live row where a run of its own size has none."""
+    model = Embeds(SLICES[name]).to(device)
+    fast = entry(model, **IDS) if entry is compiled else entry(model)
+    zeros = [torch.zeros(count, dtype=torch.long, device=device) for count in (3, 7, 6, 5)]
+    others = [torch.arange(1, count + 1, device=device) for count in (3, 5, 6, 7, 8, 3)]
+    for ids in (*zeros, *others):  # nothing differs at the calls that capture
+        assert_same(fast(ids), model(ids))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 3), st.integers(0, 3), st.lists(st.integers(4, SIZES[-1]), min_size=3, max_size=6))
+def test_sums_over_any_slice(start: int, less: int, counts: list[int]) -> None:
+    end = -less or None
+    with torch.no_grad():
+        model = Embeds(lambda ids, _: ids[start:end].sum())
+        fast = compiled(model, **IDS)
+        for count in (*counts, *counts):
+            ids = torch.randint(0, 16, (count,)) * (torch.rand(count) > 0.5)
+            assert_same(fast(ids), model(ids))
+
+
+@BOTH
+def test_an_index_past_the_end_of_a_slice_is_not_looked_up(entry: Any, device: torch.device) -> None:
+    """A sentinel as the last id, which "shift right" leaves out."""
+    model = Embeds(lambda ids, me: F.pad(me.table(ids[:-1]), (0, 0, 1, 0))).to(device)
+    model.forward = lambda ids: model.also(ids, model)  # type: ignore[method-assign]
+    fast = entry(model, **IDS) if entry is compiled else entry(model)
+    for last in (1, 999):
+        for count in (6, 5, 3, 7, 6):
+            ids = torch.ones(count, dtype=torch.long, device=device)
+            ids[-1] = last
+            assert_same(fast(ids), model(ids))
+
+
+BUFFERS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "sum": lambda ids, me: me.flags[ids].sum(),
+    "product": lambda ids, me: (me.flags[ids] * ids).sum(),
+    "all_below": lambda ids, me: (me.flags[ids] < 100).all(),
+    "any_above": lambda ids, me: (me.flags[ids] > 0).any(),
+    "shifted": lambda ids, me: (me.flags[ids] + 1 - 1).sum(),
+    "largest": lambda ids, me: torch.maximum(me.flags[ids], me.flags[ids] * 2).sum(),
+    "chosen": lambda ids, me: torch.where(ids > 0, me.flags[ids], 0).sum(),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+@BOTH
+def test_what_a_buffer_holds_now_decides_nothing(entry: Any, name: str, device: torch.device) -> None:
+    """It may hold something else at the next call: `load_state_dict` writes it."""
+    model = Embeds(BUFFERS[name]).to(device)
+    fast = entry(model, **IDS) if entry is compiled else entry(model)
+    for flag in (0, 1, 1000):
+        model.flags[0] = flag
+        for count in (6, 3, 5, 7, 6):
+            ids = torch.randint(1, 16, (count,), device=device)
+            assert_same(fast(ids), model(ids))
+
+
+def _note_largest(x: Tensor, out: Tensor) -> None:
+    out.copy_(x.argmax(-1))
+
+
+define("note_largest(Tensor x, Tensor(a!) out) -> ()", _note_largest, lambda x, out: None)
+pg.register_splitting_op("toy::note_largest")
+
+
+@BOTH
+def test_integers_that_an_op_writes_are_zero_past_the_live_rows(entry: Any, device: torch.device) -> None:
+    """Their allocation is all that its segment does, so it is made once: a longer call left its rows."""
+
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.empty(x.shape[0], dtype=torch.long, device=x.device)
+        ops.note_largest(x, out)
+        return x * 2, out.sum()
+
+    fast = entry(model)
+    for count in (8, 6, 3, 7, 2, 8, 3):
+        x = rows(count, device)
+        assert_same(fast(x), model(x))
+
+
+VMAPPED: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "linear": lambda linear, x: torch.vmap(linear)(x),
+    "columns": lambda linear, x: torch.vmap(lambda r: r - r.mean(), in_dims=1, out_dims=1)(linear(x)),
+    "attention": lambda linear, x: torch.vmap(lambda r: F.scaled_dot_product_attention(r, r, r))(
+        linear(x).view(1, -1, 2, 4).transpose(1, 2)
+    ).flatten(),
+    "rows": lambda linear, x: torch.vmap(lambda r: r.softmax(-1))(linear(x)),
+}
+
+
+@pytest.mark.parametrize("name", VMAPPED)
+@BOTH
+def test_a_function_transform_is_not_cut(entry: Any, name: str, device: torch.device) -> None:
+    linear = nn.Linear(WIDTH, WIDTH).to(device)
+
+    def model(x: Tensor) -> Tensor:
+        return VMAPPED[name](linear, x)
+
+    fast = entry(model)
+    for count in (5, 6, 3, 5):
+        x = rows(count, device)
+        assert_same(fast(x), model(x))
