@@ -97,7 +97,7 @@ class TestKernels:
     def test_tiles_that_all_rows_see(self, name: str) -> None:
         check(case_of(LARGE_TILES[name], torch.float16), TOLERANCE[torch.float16])
 
-    @settings(max_examples=20 if INTERPRETED else 6)  # each may compile
+    @settings(max_examples=12 if INTERPRETED else 6)  # each may compile
     @given(shape=shapes(), seed=st.integers(0, 99))
     def test_random_batches(self, shape: Shape, seed: int) -> None:
         check(case_of(shape, seed=seed), 1e-5)

@@ -14,7 +14,7 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 512,
-    "rules": 810,
+    "rules": 814,
     "claims": 430,
     "proof": 357,
 }
@@ -75,7 +75,7 @@ BUDGETS = {
     "_torch": 740,
     "kernels": 469,
     "splitter": 1139,
-    "analysis": 1651,
+    "analysis": 1659,
     "compiler": 1729,
     "recorder": 1174,
     "runtime": 1403,

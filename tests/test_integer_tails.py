@@ -102,6 +102,49 @@ def test_what_a_buffer_holds_now_decides_nothing(entry: Any, name: str, device: 
             assert_same(fast(ids), model(ids))
 
 
+COPIES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "first_row": lambda ids, _: ids[:1].repeat(3).repeat(ids.shape[0]).sum(),
+    "by_a_size": lambda ids, _: ids.repeat(ids.shape[0]).sum(),
+    "triangle": lambda ids, _: ids.expand(ids.shape[0], -1).tril().sum(0),
+    "upper_triangle": lambda ids, _: ids[:, None].expand(-1, ids.shape[0]).triu(1).sum(1),
+    "triangle_of_one": lambda ids, _: ids[0].expand(ids.shape[0], ids.shape[0]).tril().sum(),
+    "triangle_of_copies": lambda ids, _: ids.repeat(ids.shape[0], 1).tril(1).sum(0),
+}
+WRAPPED: dict[str, Callable[[Tensor, Any], Tensor]] = {  # i[0] is zero at the calls that capture
+    "bools": lambda i, _: ((((i >= 0) + (i < 64)) < 2) * i[0]).sum(),
+    "running": lambda i, _: ((((i >= 0) * 100).cumsum(0, dtype=torch.int8) < 0) * i[0]).sum(),
+    "arange": lambda i, _: (
+        ((torch.arange(120, i.shape[0] + 120, dtype=torch.int8, device=i.device) < 0) & (i < 64)) * i[0]
+    ).sum(),
+    "filled": lambda i, _: ((torch.full_like(i, -1, dtype=torch.uint8).long() + 1 + i) * i[0]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", [*COPIES, *WRAPPED])
+@BOTH
+def test_copies_and_numbers_that_wrap_are_no_zeros(entry: Any, name: str, device: torch.device) -> None:
+    model = Embeds((COPIES | WRAPPED)[name]).to(device)
+    fast = entry(model, **IDS) if entry is compiled else entry(model)
+    for most in (1, 16):
+        for count in (5, 7, 6, 3, 8, 5, 6):
+            ids = torch.randint(0, most, (count,), device=device)
+            assert_same(fast(ids), model(ids))
+
+
+@BOTH
+def test_the_first_of_several_columns_repeated_by_the_count(entry: Any, device: torch.device) -> None:
+    table = nn.Embedding(16, WIDTH).to(device)
+
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        return table(x), x[0].repeat(x.shape[0]).sum()
+
+    fast = entry(model)
+    for most in (1, 16):
+        for count in (5, 7, 6, 3, 8, 5):
+            x = torch.randint(0, most, (count, 3), device=device)
+            assert_same(fast(x), model(x))
+
+
 def _note_largest(x: Tensor, out: Tensor) -> None:
     out.copy_(x.argmax(-1))
 

@@ -106,10 +106,17 @@ def _fitting(call: Call, of: BoundsOf) -> Bounds | None:
     found = None if compute is None else compute(call, of)
     stored = any(bounds is not None and bounds.stored for bounds in map(of, call.tensors))
     if dtype == torch.bool:  # what is stored decides no comparison
-        return found if found is not None and not stored else Bounds.of(0, 2)
-    if found is None:
+        return Bounds.of(0, 2) if found is None or stored else held(found, dtype)
+    return None if found is None else held(replace(found, stored=stored), dtype)
+
+
+def held(found: Bounds | None, dtype: torch.dtype) -> Bounds | None:
+    """The bounds of a result, computed as if no number were too large, where its type holds them."""
+    if dtype == torch.bool:  # true and true is true, not 2
+        kept = found is not None and found.low.is_nonnegative and never_larger(found.stop, sympy.Integer(2))
+        return found if kept else Bounds.of(0, 2)
+    if found is None or dtype.is_floating_point or dtype.is_complex:
         return None
-    found = replace(found, stored=stored)
     kind = torch.iinfo(dtype)
     least, most = sympy.Integer(kind.min), sympy.Integer(kind.max) + 1
     wide = kind.bits >= 32  # holds what counts tokens

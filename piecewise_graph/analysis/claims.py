@@ -143,7 +143,7 @@ class Claim:
 
     def with_dims(self, dims: Sequence[Dim]) -> Claim:
         """The same elements, arranged in another way; equal elements may become live ones and tail."""
-        tail = self.anywhere if UNIFORM in self.dims else self.tail
+        tail = self.anywhere if UNIFORM in self.dims or not self.has_tail else self.tail
         role = self.role if self.role is Role.UNWRITTEN else None
         return replace(self, dims=tuple(dims), tail=tail, role=role)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from piecewise_graph import _torch
 from piecewise_graph.analysis.bounds import (
     elementwise_bounds,
+    held,
     require_inside,
     running_bounds,
     whole_range,
@@ -232,6 +233,8 @@ def repeat(call: Call) -> State:
             dims.append(call.padding.uniform(size))
         else:
             dims.append(dim if times == 1 else merged([*call.padding.dim(times), *dim]))
+    if any(map(is_symbolic, call.arguments["repeats"])):  # copies past the tokens, of live elements too
+        claim = replace(claim, tail=claim.anywhere)
     return claim.with_dims(dims)
 
 
@@ -460,6 +463,7 @@ def running(call: Call) -> State:
     require(along is UNIFORM or keeps_places(along), "over tokens")
     bounds = running_bounds(claim, size) if call.name == "aten::cumsum" and is_integer(source) else None
     dims = replaced(claim.dims, at, call.padding.counted(size)) if along is UNIFORM else claim.dims
+    bounds = held(bounds, call.results[0].dtype) if is_integer(call.results[0]) else None
     return Claim(dims, bounds, bounds)
 
 
@@ -498,9 +502,8 @@ def triangle(call: Call) -> State:
         for dim, size in zip(claim.dims[-2:], call.tensors[0].shape[-2:], strict=True)
     ]
     require(all(map(keeps_places, known)), "triangle of reordered rows")
-    return Claim(
-        (*claim.dims[:-2], *known), hull([claim.live, whole_range(1)]), hull([claim.tail, whole_range(1)])
-    )
+    tail = claim.with_dims(known).tail  # equal rows become live ones and tail
+    return Claim((*claim.dims[:-2], *known), hull([claim.live, whole_range(1)]), hull([tail, whole_range(1)]))
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -634,7 +637,7 @@ def arange(call: Call) -> State:
     if not is_integer(result) or step <= 0 or int(start) != start or int(step) != step:
         return Claim((dim,))
     stop = int(start) + int(step) * (_torch.expression(result.shape[0]) - 1) + 1
-    bounds = Bounds.of(int(start), stop)
+    bounds = held(Bounds.of(int(start), stop), result.dtype)
     if (start, step) != (0, 1):
         return Claim((dim,), bounds, bounds)
     return Claim((dim,), bounds, bounds, dim, Role.COUNTING)
@@ -653,7 +656,8 @@ def constant(call: Call) -> State:
         return Claim(tuple(map(call.padding.uniform, result.shape)), live, live)
     found = None
     if is_integer(result) and int(number) == number:
-        found = whole_range(2) if result.dtype == torch.bool else Bounds.of(int(number), int(number) + 1)
+        one = Bounds.of(int(number), int(number) + 1)
+        found = whole_range(2) if result.dtype == torch.bool else held(one, result.dtype)
     return Claim(tuple(map(call.padding.uniform, result.shape)), found, found)
 
 
