@@ -69,9 +69,9 @@ class InPlaceGraph:
         runtime, program = seen.runtime, seen.runtime.program
         if reason := _unsupported(program, state):
             raise CaptureError.nothing_captured([reason])
-        self._runtime, self._tokens = runtime, runtime.count(seen.args)
+        self._tokens = runtime.count(seen.args)
         check_tokens(context, self._tokens)
-        self._kept = _read_by_graphs(program, seen.args)
+        self._kept_alive = runtime, _read_by_graphs(program, seen.args)
         self._leaves, self._structure = list[Any](), None
         self._is_captured, self._look_inside = False, True
         name = "the call captured in place"

@@ -104,8 +104,8 @@ class ServedModel:
             batch = self._full.get(context.batch_descriptor)
             if batch is not None and batch.fits(inputs, context):
                 return batch.graph()
-            if self.captures_full and self._capture_full(inputs, context):
-                return self._full[context.batch_descriptor].graph()
+            if self.captures_full and (batch := self._capture_full(inputs, context)) is not None:
+                return batch.graph()
             self._tell_piecewise(context.batch_descriptor)
         return self._piecewise(inputs)
 
@@ -134,15 +134,15 @@ class ServedModel:
         self._example = dict(inputs)
         return self._compiled
 
-    def _capture_full(self, inputs: Inputs, context: Any) -> bool:
-        """Capture this very call, of vLLM's capture step; whether that was possible."""
+    def _capture_full(self, inputs: Inputs, context: Any) -> DecodeBatch | None:
+        """Capture this very call, of vLLM's capture step; None where that is impossible."""
         try:
             graph = pg.capture_in_place(self._compiled, **inputs)
         except Exception as error:  # whatever it was: its pieces are captured
             log.warning("%s model, %s: not captured: %s", self.part, context.batch_descriptor, error)
-            return False
-        self._full[context.batch_descriptor] = DecodeBatch(inputs, context, graph)
-        return True
+            return None
+        batch = self._full[context.batch_descriptor] = DecodeBatch(inputs, context, graph)
+        return batch
 
     def capture_pieces(self) -> int:
         """Capture the piecewise graphs of all sizes, largest first; the bytes that they took."""
@@ -269,10 +269,10 @@ class RunnerGraphs:
         The first arrive where vLLM has put its torch.compile of the module.
         """
         VLLM.required(module, "_compiled_call_impl", "torch.nn.Module")
-        self.models.append(ServedModel(module, part, sizes, self._inductor))
-        module._compiled_call_impl = self.models[-1]
+        served = module._compiled_call_impl = ServedModel(module, part, sizes, self._inductor)
+        self.models.append(served)
         if sizes and hasattr(module, "compute_logits"):
-            self.logits.append(ServedLogits(module, self.models[-1], min(max(sizes), MOST_ROWS)))
+            self.logits.append(ServedLogits(module, lambda: served.hidden_row, min(max(sizes), MOST_ROWS)))
 
     def planned_bytes(self) -> int:
         """In place of `profile_cudagraph_memory`: no KV cache and no capture is needed to tell.

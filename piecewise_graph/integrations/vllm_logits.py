@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,6 @@ log = logging.getLogger("vllm.piecewise_graph")
 MOST_ROWS = 64  # above, the device takes longer than the host
 
 
-class HasExample(Protocol):
-    """A model that was called or not."""
-
-    hidden_row: Tensor | None
-
-
 class ServedLogits:
     """What stands in place of a model's `compute_logits`.
 
@@ -35,13 +29,13 @@ class ServedLogits:
 
     Args:
         module: the model.
-        served: says what its hidden states are like.
+        example: tells a row of its hidden states; None before it was called.
         rows: the most rows to capture.
     """
 
-    def __init__(self, module: Any, served: HasExample, rows: int) -> None:
+    def __init__(self, module: Any, example: Callable[[], Tensor | None], rows: int) -> None:
         self._compute: Callable[..., Any] = module.compute_logits
-        self._served, self._most, self._pool = served, rows, pg.GraphPool()
+        self._example, self._most, self._pool = example, rows, pg.GraphPool()
         self._graphs: dict[int, _Logits] = {}
         module.compute_logits = self
 
@@ -55,18 +49,17 @@ class ServedLogits:
         return graph.logits.clone() if graph.logits.dtype is torch.float32 else graph.logits
 
     def planned_bytes(self) -> int:
-        """What `capture` will take, temporaries of the method apart. It looks at what the method returns."""
-        example = self._served.hidden_row
+        """What `capture` will take, temporaries of the method apart; 0 where it takes other arguments."""
+        example = self._example()
+        if example is None:
+            return 0
         try:
             with torch.inference_mode():
-                logits = self._compute(example)
-        except Exception as error:  # it may take other arguments
-            logits = None
+                return self._most * (example.nbytes + int(self._compute(example).nbytes))
+        except Exception as error:  # whatever it was: vLLM computes them
             log.info("logits are computed without graphs: %s", error)
-        if example is None or not isinstance(logits, Tensor):
             self._most = 0
             return 0
-        return self._most * (example.nbytes + logits.nbytes)
 
     def capture(self) -> None:
         """A graph per number of rows, the largest first, as those share memory.
@@ -74,7 +67,7 @@ class ServedLogits:
         Raises:
             Exception: whatever the method raises where it cannot be captured.
         """
-        example = self._served.hidden_row
+        example = self._example()
         if example is None or not self._most:
             return
         rows = example.repeat(self._most, 1)
