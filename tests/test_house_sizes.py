@@ -75,7 +75,7 @@ BUDGETS = {
     "_torch": 740,
     "kernels": 469,
     "splitter": 1139,
-    "analysis": 1659,
+    "analysis": 1665,
     "compiler": 1729,
     "recorder": 1174,
     "runtime": 1403,

@@ -118,12 +118,21 @@ WRAPPED: dict[str, Callable[[Tensor, Any], Tensor]] = {  # i[0] is zero at the c
     ).sum(),
     "filled": lambda i, _: ((torch.full_like(i, -1, dtype=torch.uint8).long() + 1 + i) * i[0]).sum(),
 }
+OPERANDS: dict[str, Callable[[Tensor, Any], Tensor]] = {  # numbers that the tensor's own type does not hold
+    "at_least_200": lambda i, _: ((i.to(torch.int8) >= 200) * i[0]).sum(),
+    "at_most_minus_1": lambda i, _: ((i.to(torch.uint8) <= -1) * i[0]).sum(),
+    "at_least_3e9": lambda i, _: ((i.int() >= 3_000_000_000) * i[0]).sum(),
+    "no_dims": lambda i, _: ((i.to(torch.uint8) <= torch.full((), -1, device=i.device)) * i[0]).sum(),
+    "clamp": lambda i, _: (i.to(torch.uint8).clamp(min=-1) * i[0]).sum(),
+    "maximum": lambda i, _: (torch.maximum(i.to(torch.uint8), i.new_full((), -1)) * i[0]).sum(),
+    "quotient": lambda i, _: ((i.to(torch.int8) * 0 + 100) // 300 * i[0]).sum(),
+}
 
 
-@pytest.mark.parametrize("name", [*COPIES, *WRAPPED])
+@pytest.mark.parametrize("name", [*COPIES, *WRAPPED, *OPERANDS])
 @BOTH
 def test_copies_and_numbers_that_wrap_are_no_zeros(entry: Any, name: str, device: torch.device) -> None:
-    model = Embeds((COPIES | WRAPPED)[name]).to(device)
+    model = Embeds((COPIES | WRAPPED | OPERANDS)[name]).to(device)
     fast = entry(model, **IDS) if entry is compiled else entry(model)
     for most in (1, 16):
         for count in (5, 7, 6, 3, 8, 5, 6):
@@ -166,6 +175,26 @@ def test_integers_that_an_op_writes_are_zero_past_the_live_rows(entry: Any, devi
     for count in (8, 6, 3, 7, 2, 8, 3):
         x = rows(count, device)
         assert_same(fast(x), model(x))
+
+
+WINDOWS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "unfold": lambda ids, _: F.pad(ids, (2, 0)).unfold(0, 3, 1),
+    "bools": lambda ids, _: F.pad(ids > 3, (2, 0)).unfold(0, 3, 1),
+    "as_strided": lambda ids, _: torch.cat([ids.new_zeros(2), ids]).as_strided((ids.shape[0], 3), (1, 1)),
+    "of_a_row": lambda ids, _: F.pad(ids[None], (2, 0)).unfold(1, 3, 1),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@BOTH
+def test_returned_windows_share_no_element_with_their_padding(
+    entry: Any, name: str, device: torch.device
+) -> None:
+    model = Embeds(WINDOWS[name]).to(device)
+    fast = entry(model, **IDS) if entry is compiled else entry(model)
+    for count in (5, 7, 6, 3, 8, 5):
+        ids = torch.randint(1, 16, (count,), device=device)
+        assert_same(fast(ids), model(ids))
 
 
 VMAPPED: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {

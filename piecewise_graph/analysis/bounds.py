@@ -100,10 +100,19 @@ def _of_number(value: Any) -> Bounds | None:
 
 
 def _fitting(call: Call, of: BoundsOf) -> Bounds | None:
-    """The bounds of the result, where its type holds them."""
+    """The bounds of the result, where its type holds them, and the op's own type the operands'.
+
+    torch casts a number to the type of the tensor beside it, and wraps it: as uint8, -1 is 255.
+    """
     dtype = call.results[0].dtype
     compute = _BOUNDS.get(call.name.removeprefix("aten::"))
-    found = None if compute is None else compute(call, of)
+    kind = torch.result_type(*map(call.arguments.get, ("self", "other"))) if compute is _less else dtype
+
+    def cast(value: Any) -> Bounds | None:
+        bounds = of(value)
+        return None if bounds is None else held(bounds, kind)
+
+    found = None if compute is None else compute(call, of if compute is _copied else cast)
     stored = any(bounds is not None and bounds.stored for bounds in map(of, call.tensors))
     if dtype == torch.bool:  # what is stored decides no comparison
         return Bounds.of(0, 2) if found is None or stored else held(found, dtype)
@@ -216,7 +225,7 @@ def _quotient(call: Call, of: BoundsOf) -> Bounds | None:
     floors = call.name == "aten::floor_divide" or call.given("rounding_mode") == "floor"
     if x is None or not floors or not isinstance(divisor, int) or isinstance(divisor, torch.SymInt):
         return None
-    if divisor < 1 or not x.low.is_Integer:
+    if divisor < 1 or of(divisor) is None or not x.low.is_Integer:
         return None
     if x.stop.is_Integer:
         return Bounds(x.low // divisor, (x.stop - 1) // divisor + 1)

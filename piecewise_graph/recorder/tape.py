@@ -156,11 +156,14 @@ class ReplayTape:
         return partial(_call_into, call, destinations, self._integer_tails(late, size))
 
     def _integer_tails(self, late: LateCall, size: int) -> tuple[Tensor, ...]:
-        """What lies past the live rows of integer results: the next graph may look it up, so it is zeroed."""
+        """What lies past the live rows of integer results: the next graph may look it up, so it is zeroed.
+
+        Not of windows, whose rows share elements with live ones: no graph reads them padded.
+        """
         found: list[Tensor] = []
         for _, slot in late.outputs:
             spec = self.program.split.spec(slot)
-            if not spec.dtype.is_floating_point:
+            if not (spec.dtype.is_floating_point or spec.overlaps(self.program.sizes_at(self.bucket))):
                 found += tails(self.values[slot], spec, self.program, size)
         return tuple(found)
 
