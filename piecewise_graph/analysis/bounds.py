@@ -106,7 +106,9 @@ def _fitting(call: Call, of: BoundsOf) -> Bounds | None:
     """
     dtype = call.results[0].dtype
     compute = _BOUNDS.get(call.name.removeprefix("aten::"))
-    kind = torch.result_type(*map(call.arguments.get, ("self", "other"))) if compute is _less else dtype
+    kind = dtype
+    if compute is _less:  # whose result is bool
+        kind = torch.result_type(call.arguments["self"], call.arguments["other"])
 
     def cast(value: Any) -> Bounds | None:
         bounds = of(value)
