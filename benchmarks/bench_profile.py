@@ -32,7 +32,7 @@ from piecewise_graph.bench.trace import WORK
 Row = dict[str, Any]
 Part = tuple[str, float]  # a name, and bytes that it reads
 
-_PRODUCT = re.compile(r"nvjet|gemm|gemv|by_vector|by_tensor_core", re.IGNORECASE)
+_PRODUCT = re.compile(r"nvjet|gemm|gemv|one_row|few_rows", re.IGNORECASE)
 _BESIDE = re.compile(r"reduce|flash|attention", re.IGNORECASE)  # of those, no product of its own
 _ATTENTION = re.compile(r"attend|attention|combine", re.IGNORECASE)
 _LAYER = ("q", "k", "v", "o", "gate", "up", "down")

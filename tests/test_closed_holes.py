@@ -158,7 +158,7 @@ def test_segments_that_write_what_they_are_given_are_timed_and_specialized(
         call()
         return 1.0
 
-    replace_linear_choice(monkeypatch, lambda *_: {"16 16 2 4 1 1": 1.0, "library": 1.0})
+    replace_linear_choice(monkeypatch, lambda *_: {"16 16 2 4 1": 1.0, "library": 1.0})
     replace_segment_timing(monkeypatch, microseconds)
 
     def run(self: Any, x: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from torch import Tensor
+from torch.nn import functional
 
+import piecewise_graph as pg
 from piecewise_graph.compiler import linear_choice
-from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig, linear_few
+from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig, linear, linear_few
 from piecewise_graph.kernels.linear.kernel_configs import candidates, is_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,7 +59,6 @@ PLANS = st.builds(
     splits=st.sampled_from([1, 2, 4]),
     warps=st.just(4),
     stages=st.sampled_from([1, 3]),
-    trigger=st.sampled_from([0, 1]),
 )
 
 
@@ -114,6 +115,65 @@ class TestKernels:
         return True
 
 
+class TestChoosing:
+    """`piecewise::linear`, which code for all sizes calls."""
+
+    pytestmark = needs_kernels
+
+    @EXAMPLES
+    @given(
+        st.integers(0, 3),
+        st.integers(1, 40),
+        st.sampled_from([24, 512, 1024, 1536, 2048]),
+        st.booleans(),
+        st.sampled_from([*DTYPES, torch.float32]),
+    )
+    def test_it_is_a_linear(
+        self, tokens: int, rows: int, columns: int, bias: bool, dtype: torch.dtype
+    ) -> None:
+        x, weight, b = operands(tokens, rows, columns, dtype)
+        for each in (x, x[None], torch.stack([x, x], 1)[:, 0]):
+            found = linear(each, weight, b if bias else None)
+            expected = functional.linear(each.double(), weight.double(), b.double() if bias else None)
+            assert found.dtype == dtype and found.is_contiguous() and found.shape == expected.shape
+            torch.testing.assert_close(
+                found.double(), expected, rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype]
+            )
+
+    def test_one_row_has_a_kernel_of_ours(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from piecewise_graph.kernels.linear import linear_launch
+
+        served, launch = [], linear_launch.linear_few
+        monkeypatch.setattr(
+            linear_launch, "linear_few", lambda x, *rest: served.append(len(x)) or launch(x, *rest)
+        )
+        for tokens in (8, 2, 1, 0):
+            x, weight, _ = operands(tokens, 32, 512, DTYPES[0])
+            linear(x, weight, None)
+            linear(x, weight.t().contiguous().t(), None)  # strided weights are the library's
+        assert served == [1]
+
+    def test_compiled_code_of_all_sizes_asks_at_each_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from piecewise_graph.kernels.linear import linear_launch
+
+        served, launch = [], linear_launch.linear_few
+        monkeypatch.setattr(
+            linear_launch, "linear_few", lambda x, *rest: served.append(x.shape[-2]) or launch(x, *rest)
+        )
+        _, weight, bias = operands(1, 64, 512, DTYPES[0])
+        _, back, _ = operands(1, 512, 64, DTYPES[0])
+
+        def model(x: Tensor) -> Tensor:
+            return functional.linear(functional.linear(x, weight, bias).relu(), back)
+
+        with torch.no_grad():
+            fast = pg.compile(model, capture_sizes=[1, 2, 4, 8], token_dim={"x": 0})
+            for tokens in (8, 1, 2, 3, 4, 6, 1):
+                x = operands(tokens, 1, 512, DTYPES[0])[0]
+                torch.testing.assert_close(fast(x), model(x), rtol=2e-2, atol=6e-2)
+        assert set(served) == {1}
+
+
 @settings(max_examples=40)
 @given(PLANS, st.integers(1, 6), st.integers(1, 40), st.integers(1, 150), st.booleans())
 def test_reference_is_a_linear(plan: KernelConfig, tokens: int, rows: int, columns: int, bias: bool) -> None:
@@ -126,41 +186,47 @@ def test_reference_is_a_linear(plan: KernelConfig, tokens: int, rows: int, colum
 
 def test_more_dimensions_and_other_strides() -> None:
     x, weight, bias = operands(6, 32, 64, DTYPES[0])
-    plan = [16, 16, 2, 4, 1, 1]
+    plan = [16, 16, 2, 4, 1]
     wide = x.view(2, 3, 64).transpose(0, 1)
     found = linear_few(wide, weight, bias, plan).sum(0)
     expected = torch.nn.functional.linear(wide.float(), weight.float(), bias.float())
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=6e-2)
 
 
-@pytest.mark.parametrize("plan", [[], [16, 16, 1, 4, 1, 1], [16, 16, 4, 4, 1, 0]])
+@pytest.mark.parametrize("plan", [[], [16, 16, 1, 4, 1], [16, 16, 4, 4, 1]])
 def test_opcheck(plan: list[int]) -> None:
     x, weight, bias = operands(3, 32, 64, DTYPES[0])
     for b in (None, bias):
         torch.library.opcheck(torch.ops.piecewise.linear_few.default, (x, weight, b, plan))
+        torch.library.opcheck(torch.ops.piecewise.linear.default, (x, weight, b))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
-@pytest.mark.parametrize("trigger", [False, True])
-@pytest.mark.parametrize(("name", "blocks"), [("one_row", (1, 512, 1, 1)), ("few_rows", (64, 128, 1, 16))])
-def test_dependent_kernels_wait_before_they_touch_memory(
-    name: str, blocks: tuple[int, ...], trigger: bool
-) -> None:
-    """In code for Hopper, which compiles without one. Dependent kernels may start after the wait only."""
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("one_row", (1, 512, 1, 1)),
+        ("one_row", (2, 512, 4, 1)),
+        ("few_rows", (64, 128, 1, 16)),
+    ],
+)
+def test_dependent_kernels_wait_before_they_touch_memory(name: str, blocks: tuple[int, ...]) -> None:
+    """In code for Hopper, which compiles without one. Only lines of the weight are asked for before."""
     triton = pytest.importorskip("triton")
     from piecewise_graph.kernels.linear import linear_kernels
 
     kernel = getattr(linear_kernels, name)
-    constants = dict(zip(kernel.arg_names[6:], (2048, *blocks, True, False, True, trigger), strict=True))
-    types = ["*bf16"] * 4 + ["i32"] * 2 + ["constexpr"] * len(constants)
+    constants = dict(zip(kernel.arg_names[7:], (*blocks, True, False, True), strict=True))
+    types = ["*bf16"] * 4 + ["i32"] * 3 + ["constexpr"] * len(constants)
     source = triton.compiler.ASTSource(
         kernel, dict(zip(kernel.arg_names, types, strict=True)), constexprs=constants
     )
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     code = triton.compile(source, target=target, options={"launch_pdl": True}).asm["ptx"]
     touches = min(found.start() for found in re.finditer(r"(ld|st)\.global|cp\.async", code))
-    assert 0 < code.find("griddepcontrol.wait") < touches
-    assert (code.find("griddepcontrol.launch_dependents") > code.find("griddepcontrol.wait")) == trigger
+    wait = code.find("griddepcontrol.wait")
+    assert 0 < code.find("prefetch.global.L2") < wait < touches
+    assert 0 < code.find("griddepcontrol.launch_dependents") < wait
 
 
 @given(st.integers(1, 100), st.integers(1, 5000), st.integers(1, 20000))
@@ -205,10 +271,10 @@ def test_nothing_is_measured_on_a_cpu() -> None:
 
 def test_handicaps_decide_close_calls_only() -> None:
     kernels_first, others_first = linear_choice.PREFERENCES
-    close = {"library": 10.0, "generated": 9.9, "1 512 1 4 1 1": 10.1}
-    assert linear_choice.preferred(close, kernels_first) == "1 512 1 4 1 1"
+    close = {"library": 10.0, "generated": 9.9, "1 512 1 4 1": 10.1}
+    assert linear_choice.preferred(close, kernels_first) == "1 512 1 4 1"
     assert linear_choice.preferred(close, others_first) == "generated"
-    clear = {"library": 10.0, "generated": 20.0, "1 512 1 4 1 1": 12.0}
+    clear = {"library": 10.0, "generated": 20.0, "1 512 1 4 1": 12.0}
     assert {linear_choice.preferred(clear, handicaps) for handicaps in linear_choice.PREFERENCES} == {
         "library"
     }
@@ -217,4 +283,4 @@ def test_handicaps_decide_close_calls_only() -> None:
 def test_a_way_names_what_the_op_takes() -> None:
     assert linear_choice.config_of("generated") is None
     assert linear_choice.config_of("library") == []
-    assert linear_choice.config_of("1 512 4 8 1 0") == [1, 512, 4, 8, 1, 0]
+    assert linear_choice.config_of("1 512 4 8 1") == [1, 512, 4, 8, 1]

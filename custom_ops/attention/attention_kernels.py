@@ -137,7 +137,7 @@ def attend_kernel(
         DEPENDENT: launched as a dependent of the kernel before (Note [Dependent launches] in dependent.py).
     Grid: (KV_HEADS, work items).
     """
-    start_dependent(DEPENDENT, True)
+    start_dependent(DEPENDENT)
     head = tl.program_id(0)
     item = tl.program_id(1)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from piecewise_graph import _torch
 from piecewise_graph.analysis import SegmentFacts
 from piecewise_graph.compiler.disk_cache import Folder, Made, is_filled, load_or_compile
+from piecewise_graph.compiler.few_rows import choosing_linears
 from piecewise_graph.compiler.segment_key import (
     Conditions,
     Key,
@@ -145,12 +146,13 @@ def _compile(
         return CompiledSegment(key.digest, gm, gm.forward, facts, 0.0)
     # AOTAutograd mistakes two inputs of one storage, one of them written, for unrelated tensors.
     chosen = "eager" if facts.aliased_write else compiler
+    code = choosing_linears(gm) if chosen == "inductor" else gm
     _torch.publish_graph(f"segment_{step.index}", gm)
     began = time.perf_counter()
     if stored is not None and chosen == "inductor":
-        made = load_or_compile(*stored, gm, inputs, given)
+        made = load_or_compile(*stored, code, inputs, given)
     else:
-        made = Made(_torch.compile_segment(gm, inputs, chosen), False, None)
+        made = Made(_torch.compile_segment(code, inputs, chosen), False, None)
     if not made.from_cache:
         counters.add("compiles")
     seconds = time.perf_counter() - began

@@ -3,9 +3,10 @@
 Note [Dependent launches]
 A decode step is a chain of short kernels, and the memory idles while one ends and the next starts. A kernel
 launched as a dependent of the one before (Hopper's programmatic dependent launch) is resident already when
-that one ends. It may read the results of the kernel before only after it has waited. It lets its own
-dependents start after the wait, never sooner, so that they may rely on all kernels before this one being
-done; Inductor's kernels rely on that. A captured graph keeps such a launch as a programmatic edge.
+that one ends. It may read the results of the kernel before only after it has waited, and every program waits.
+So a kernel is done only after the one before it, and whoever waits for it relies on all kernels before. That
+is why its own dependents may start at once: they wait too (Inductor's are made to). A captured graph keeps
+such a launch as a programmatic edge.
 """
 
 import triton
@@ -14,14 +15,23 @@ from triton.language.extra import cuda
 
 
 @triton.jit
-def start_dependent(DEPENDENT: tl.constexpr, TRIGGER: tl.constexpr):
-    """Wait for the kernel before, then let dependents start; to be called before memory is touched.
+def start_dependent(DEPENDENT: tl.constexpr):
+    """Let dependents start, then wait for the kernel before; to be called before memory is touched.
 
     Args:
         DEPENDENT: the kernel is launched as a dependent; without, nothing is done.
-        TRIGGER: let dependents start now, not when this kernel ends.
     """
     if DEPENDENT:
+        cuda.gdc_launch_dependents()
         cuda.gdc_wait()
-        if TRIGGER:
-            cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(lines):
+    """Ask for lines of memory, by pointers into them, before the wait.
+
+    They come as far as the L2 cache, which sees what other kernels write. So it is right for whatever memory.
+    """
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )

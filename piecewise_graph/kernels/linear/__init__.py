@@ -4,6 +4,10 @@ from piecewise_graph.kernels.linear.kernel_configs import (
     MAX_TOKENS as MAX_TOKENS,
     KernelConfig as KernelConfig,
 )
-from piecewise_graph.kernels.linear.linear_op import linear_few as linear_few
+from piecewise_graph.kernels.linear.linear_op import (
+    DTYPES as DTYPES,
+    linear as linear,
+    linear_few as linear_few,
+)
 
-__all__ = ["MAX_TOKENS", "KernelConfig", "linear_few"]
+__all__ = ["DTYPES", "MAX_TOKENS", "KernelConfig", "linear", "linear_few"]

@@ -4,15 +4,38 @@ Note [Splits are summed by the reader]
 If a weight has too few rows to occupy the device, its columns are cut into `SPLITS` parts, each with its own
 result in float32. The graph around the op sums them, and Inductor fuses the sum into the kernel that reads
 the result.
+
+Note [Weight first]
+A weight does not depend on the kernel before. Each program asks for the first lines of its rows, then waits.
+Weights are read once per step, so they leave the caches first.
 """
 
 import triton
 import triton.language as tl
 
-from piecewise_graph.kernels.dependent import start_dependent
+from piecewise_graph.kernels.dependent import prefetch, start_dependent
+
+LINE = tl.constexpr(64)  # elements of 16 bits in a line of the cache
+AHEAD = tl.constexpr(4)  # lines of each row that are asked for before the wait
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"])
+@triton.jit
+def _load(pointers, mask, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers, eviction_policy="evict_first")
+    return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _start(weight, n, first, rows, columns, DEPENDENT: tl.constexpr):
+    """Note [Weight first]: rows `n` of a program whose part begins at column `first`."""
+    if DEPENDENT:
+        k = tl.minimum(first + tl.arange(0, AHEAD) * LINE, columns - 1)
+        prefetch(weight + tl.minimum(n, rows - 1).to(tl.int64)[:, None] * columns + k[None, :])
+    start_dependent(DEPENDENT)
+
+
+@triton.jit(do_not_specialize=["tokens", "rows", "columns"])
 def one_row(
     x,
     weight,
@@ -20,45 +43,42 @@ def one_row(
     out,
     tokens,
     rows,
-    COLUMNS: tl.constexpr,
+    columns,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    TOKENS: tl.constexpr,
     EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    TRIGGER: tl.constexpr,
 ):
     """`out[split, n] = sum over the split's k of x[k] * weight[n, k]`, the bias in the first split.
 
     Args:
-        x: `[COLUMNS]`; weight: `[rows, COLUMNS]`; bias: `[rows]`; out: `[SPLITS, rows]`. All contiguous.
-        tokens, BLOCK_M: 1 and unused; both kernels are launched alike.
+        x: `[columns]`; weight: `[rows, columns]`; bias: `[rows]`; out: `[SPLITS, rows]`. All contiguous.
+        tokens, TOKENS: 1 and unused; both kernels are launched alike.
         EVEN: blocks divide rows and columns.
     """
-    PART: tl.constexpr = (COLUMNS + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
+    if EVEN:
+        columns = tl.multiple_of(columns, 16)
+    part = tl.cdiv(columns, SPLITS * BLOCK_K) * BLOCK_K
     split = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = weight + n.to(tl.int64)[:, None] * COLUMNS
-    start_dependent(DEPENDENT, TRIGGER)
+    row = weight + n.to(tl.int64)[:, None] * columns
+    _start(weight, n, split * part, rows, columns, DEPENDENT)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for step in range(0, PART, BLOCK_K):
-        k = split * PART + step + tl.arange(0, BLOCK_K)
-        if EVEN:
-            w = tl.load(row + k[None, :])
-            v = tl.load(x + k)
-        else:
-            w = tl.load(row + k[None, :], mask=(n[:, None] < rows) & (k[None, :] < COLUMNS), other=0.0)
-            v = tl.load(x + k, mask=k < COLUMNS, other=0.0)
-        total += w.to(tl.float32) * v.to(tl.float32)[None, :]
+    for step in range(0, part, BLOCK_K):
+        k = split * part + step + tl.arange(0, BLOCK_K)
+        w = _load(row + k[None, :], (n[:, None] < rows) & (k[None, :] < columns), EVEN).to(tl.float32)
+        v = tl.load(x + k) if EVEN else tl.load(x + k, mask=k < columns, other=0.0)
+        total += w * v.to(tl.float32)[None, :]
     result = tl.sum(total, 1)
     if HAS_BIAS:
         result += tl.load(bias + n, mask=(n < rows) & (split == 0), other=0.0).to(tl.float32)
     tl.store(out + split * rows + n, result.to(out.dtype.element_ty), mask=n < rows)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"])
+@triton.jit(do_not_specialize=["tokens", "rows", "columns"])
 def few_rows(
     x,
     weight,
@@ -66,37 +86,36 @@ def few_rows(
     out,
     tokens,
     rows,
-    COLUMNS: tl.constexpr,
+    columns,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    TOKENS: tl.constexpr,
     EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    TRIGGER: tl.constexpr,
 ):
-    """The same for `x [tokens, COLUMNS]` and `out [SPLITS, tokens, rows]`, at most BLOCK_M tokens.
+    """The same for `x [tokens, columns]` and `out [SPLITS, tokens, rows]`, at most TOKENS tokens.
 
     The weight is the left operand of the matrix product: its rows fill the longer side of a tensor core,
     tokens the shorter one.
     """
-    PART: tl.constexpr = (COLUMNS + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
+    if EVEN:
+        columns = tl.multiple_of(columns, 16)
+    part = tl.cdiv(columns, SPLITS * BLOCK_K) * BLOCK_K
     split = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)
-    row = weight + n.to(tl.int64)[:, None] * COLUMNS
-    start_dependent(DEPENDENT, TRIGGER)
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for step in range(0, PART, BLOCK_K):
-        k = split * PART + step + tl.arange(0, BLOCK_K)
-        at = x + m[None, :] * COLUMNS + k[:, None]
-        if EVEN:
-            w = tl.load(row + k[None, :])
-            v = tl.load(at, mask=m[None, :] < tokens, other=0.0)
-        else:
-            w = tl.load(row + k[None, :], mask=(n[:, None] < rows) & (k[None, :] < COLUMNS), other=0.0)
-            v = tl.load(at, mask=(m[None, :] < tokens) & (k[:, None] < COLUMNS), other=0.0)
+    m = tl.arange(0, TOKENS)
+    row = weight + n.to(tl.int64)[:, None] * columns
+    _start(weight, n, split * part, rows, columns, DEPENDENT)
+    total = tl.zeros((BLOCK_N, TOKENS), tl.float32)
+    for step in range(0, part, BLOCK_K):
+        k = split * part + step + tl.arange(0, BLOCK_K)
+        w = _load(row + k[None, :], (n[:, None] < rows) & (k[None, :] < columns), EVEN)
+        inside = m[None, :] < tokens
+        if not EVEN:
+            inside = inside & (k[:, None] < columns)
+        v = tl.load(x + m[None, :] * columns + k[:, None], mask=inside, other=0.0)
         total = tl.dot(w, v, total)
     if HAS_BIAS:
         total += tl.load(bias + n, mask=(n < rows) & (split == 0), other=0.0).to(tl.float32)[:, None]

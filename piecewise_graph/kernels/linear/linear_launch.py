@@ -22,19 +22,17 @@ def linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, config: KernelCon
     even = columns % (config.block_k * config.splits) == 0 and rows % config.block_n == 0
     dependent = dependent_launches(x.device)
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
-    launcher = _launcher(tokens == 1, config.warps, config.stages, dependent)
-    launcher(
+    one_row = tokens == 1
+    _launcher(one_row, config.warps, config.stages, dependent)(
         (-(-rows // config.block_n), config.splits, 1),
-        (flat, weight, weight if bias is None else bias, out, tokens, rows),
-        columns,
+        (flat, weight, weight if bias is None else bias, out, tokens, rows, columns),
         config.block_n,
         config.block_k,
         config.splits,
-        1 if tokens == 1 else max(16, 1 << (tokens - 1).bit_length()),
+        1 if one_row else max(16, 1 << (tokens - 1).bit_length()),
         even,
         bias is not None,
         dependent,
-        bool(config.trigger),
     )
     return out
 

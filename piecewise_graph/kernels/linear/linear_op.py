@@ -1,4 +1,7 @@
-"""`piecewise::linear_few`: a linear layer of a few rows by a chosen kernel. Schema, fake and reference."""
+"""Linear layers of a few rows as ops: by a chosen kernel, or by what usually is the fastest one.
+
+`piecewise::linear_few` is for code of exact sizes, `piecewise::linear` for code of all sizes.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from piecewise_graph.kernels.launch import kernels_serve
-from piecewise_graph.kernels.linear.kernel_configs import KernelConfig
+from piecewise_graph.kernels.launch import dependent_launches, interpreted, kernels_serve
+from piecewise_graph.kernels.linear.kernel_configs import KernelConfig, usual
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
 _library.define("linear_few(Tensor x, Tensor weight, Tensor? bias, int[] config) -> Tensor")
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+DTYPES = (torch.bfloat16, torch.float16)  # of x and weight alike, that the kernels take
 
 
 def linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, config: Sequence[int]) -> Tensor:
@@ -63,3 +68,39 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int]) -> Tens
     if not config or KernelConfig(*config).splits == 1:
         return x.new_empty(shape)
     return x.new_empty([KernelConfig(*config).splits, *shape], dtype=torch.float32)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear(x, weight, bias)`, by one of our kernels where that is faster.
+
+    That is so for one row, on Hopper: cuBLAS has tiles made for more rows, and starts when the kernel before
+    has ended.
+
+    Args:
+        x: `[..., columns]`.
+        weight: `[rows, columns]`, dtype of x.
+        bias: `[rows]` or None.
+
+    Returns:
+        `[..., rows]`, contiguous, in x's dtype.
+    """
+    return torch.ops.piecewise.linear(x, weight, bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    is_one_row = x.numel() == weight.shape[1] and weight.is_contiguous() and x.dtype in DTYPES
+    served = is_one_row and (dependent_launches(x.device) or interpreted())
+    config = usual(*weight.shape) if served else None
+    if config is None:
+        return functional.linear(x, weight, bias)
+    from piecewise_graph.kernels.linear import linear_launch
+
+    return linear_launch.linear_few(x, weight, bias, config)
+
+
+_library.impl("linear", _linear, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("piecewise::linear", lib=_library)
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty([*x.shape[:-1], weight.shape[0]])

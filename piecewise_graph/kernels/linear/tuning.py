@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from piecewise_graph.kernels.linear.kernel_configs import candidates
-from piecewise_graph.kernels.linear.linear_op import linear_few
+from piecewise_graph.kernels.linear.linear_op import DTYPES, linear_few
 
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _CALLS = 12
 
 Linear = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
@@ -59,12 +58,9 @@ def fastest(
     times = {"library": time(functional.linear)}
     if generated is not None:
         times["generated"] = time(generated())
-    takes = x.dtype in _KERNEL_DTYPES and weight.is_contiguous()
+    takes = x.dtype in DTYPES and weight.is_contiguous()
     configs = {config.name: config for config in candidates(x.shape[0], *weight.shape)} if takes else {}
     times |= {name: time(partial(linear_few, config=config)) for name, config in configs.items()}
-    if configs:
-        patient = configs[min(configs, key=times.__getitem__)]._replace(trigger=0)
-        times[patient.name] = time(partial(linear_few, config=patient))
     return times
 
 
