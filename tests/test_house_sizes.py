@@ -80,7 +80,7 @@ BUDGETS = {
     "recorder": 1174,
     "runtime": 1403,
     "inspection": 995,
-    "frontend": 1185,
+    "frontend": 1197,
     "custom_ops": 3394,
     "eagle": 2976,
     "integrations": 688,

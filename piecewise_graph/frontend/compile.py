@@ -30,6 +30,7 @@ dtype only, one that became None, one that left the parameters (pruning). So the
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -47,6 +48,7 @@ from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, Tr
 from piecewise_graph.frontend.generate import CompiledGenerate, generates
 from piecewise_graph.frontend.model_backend import ModelBackend
 from piecewise_graph.frontend.one_token import Signature, is_of_transformers, signature
+from piecewise_graph.frontend.strides import with_plain_strides
 from piecewise_graph.frontend.token_dims import BatchDims, TokenDims
 from piecewise_graph.frontend.untraced import untraced
 from piecewise_graph.runtime.model_state import ModelState
@@ -99,6 +101,7 @@ class CompiledModel:
     ) -> None:
         _torch.raise_recompile_limit()
         prepare(config.compiler, config.cache_dir)
+        self._given = model, token_dim, config, batch_dim
         self._model = model
         self._finder = TokenDims(model, token_dim)
         self._batch_dims = None if batch_dim is None else BatchDims(batch_dim)
@@ -117,10 +120,20 @@ class CompiledModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_model"], name)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, and copied, is what was given; a copy has traces and graphs of its own."""
+        return CompiledModel, self._given
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModel:
+        return CompiledModel(copy.deepcopy(self._model, memo), *self._given[1:])  # in the same pool
+
+    def __copy__(self) -> CompiledModel:
+        return CompiledModel(*self._given)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self._untraced_call(self, args, kwargs)
-        args, kwargs = _with_plain_strides(args, kwargs)
+        args, kwargs = with_plain_strides(args, kwargs)
         tensors = self._finder.tensors(args, kwargs)
         dims = self._finder.find(tensors)
         leader = next(iter(dims))
@@ -303,25 +316,6 @@ def _mark(tensors: Mapping[str, Tensor], dims: Mapping[str, tuple[int, ...]]) ->
     for name, places in dims.items():
         for dim in places:
             _torch.maybe_mark_dynamic(tensors[name], dim)
-
-
-def _with_plain_strides(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A slice of length 1 keeps the strides of what it was cut from; Dynamo would trace it anew."""
-    return tuple(map(plain_strides, args)), {name: plain_strides(value) for name, value in kwargs.items()}
-
-
-def plain_strides(value: Any) -> Any:
-    """A contiguous tensor with the strides that its shape implies."""
-    if not isinstance(value, Tensor) or not value.is_contiguous():
-        return value
-    step = 1
-    strides: list[int] = []
-    for size in reversed(value.shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return value if list(value.stride()) == strides else value.as_strided(value.shape, strides)
 
 
 def _repeated(tensor: Tensor, dims: Sequence[int]) -> Tensor:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from piecewise_graph import _torch
 from piecewise_graph.errors import FreezeError
-from piecewise_graph.frontend.compile import plain_strides
 from piecewise_graph.frontend.one_token import Signature
 from piecewise_graph.frontend.state_lookup import state_of
+from piecewise_graph.frontend.strides import plain_strides
 from piecewise_graph.runtime.runtime import Runtime
 
 
