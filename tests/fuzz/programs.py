@@ -13,6 +13,7 @@ from torch import nn
 
 from fuzz.attention_blocks import CUT, UNCUT
 from fuzz.blocks import Block, fill
+from fuzz.integer_blocks import INTEGERS
 from fuzz.row_blocks import FEATURES, STATE, VIEWS
 from fuzz.token_blocks import SIZES, TOKENS
 
@@ -25,6 +26,7 @@ CATALOGUES: tuple[tuple[int, Mapping[str, str]], ...] = (
     (4, STATE),
     (8, VIEWS),
     (8, SIZES),
+    (12, INTEGERS),
 )
 BLOCKS = {name: text for _, entries in CATALOGUES for name, text in entries.items()}
 ENTRIES = ("rows", "one_batch", "two_batches", "ids")
