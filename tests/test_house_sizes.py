@@ -72,11 +72,11 @@ def rooms_below() -> dict[str, set[str]]:
 # "beside" are the core's files beside its packages.
 BUDGETS = {
     "beside": 1220,
-    "_torch": 740,
-    "kernels": 505,
+    "_torch": 748,
+    "kernels": 509,
     "splitter": 1139,
     "analysis": 1665,
-    "compiler": 1757,
+    "compiler": 1760,
     "recorder": 1174,
     "runtime": 1403,
     "inspection": 995,

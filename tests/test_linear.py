@@ -140,6 +140,21 @@ class TestChoosing:
                 found.double(), expected, rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype]
             )
 
+    @pytest.mark.parametrize("bias", [(), (1,), (1, 32)])
+    def test_a_bias_of_another_shape_is_spread(self, bias: tuple[int, ...]) -> None:
+        x, weight, _ = operands(1, 32, 512, DTYPES[0])
+        b = torch.full(bias, 0.5, dtype=x.dtype, device=x.device)
+        expected = functional.linear(x.float(), weight.float(), b.float())
+        torch.testing.assert_close(linear(x, weight, b).float(), expected, rtol=2e-2, atol=6e-2)
+
+    def test_what_torch_refuses_is_refused(self) -> None:
+        x, weight, _ = operands(1, 32, 512, DTYPES[0])
+        for others in ((x.view(4, 128), weight), (x, weight.float())):
+            with pytest.raises(RuntimeError):
+                linear(*others, None)
+        none = weight[:, :0].contiguous()
+        assert linear(x[:, :0].expand(3, 0), none, None).eq(0).all()
+
     def test_one_row_has_a_kernel_of_ours(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from piecewise_graph.kernels.linear import linear_launch
 
@@ -205,24 +220,30 @@ def test_opcheck(plan: list[int]) -> None:
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [
-        ("one_row", (1, 512, 1, 1)),
+        ("one_row", (1, 2048, 1, 1)),
         ("one_row", (2, 512, 4, 1)),
         ("few_rows", (64, 128, 1, 16)),
     ],
 )
 def test_dependent_kernels_wait_before_they_touch_memory(name: str, blocks: tuple[int, ...]) -> None:
-    """In code for Hopper, which compiles without one. Only lines of the weight are asked for before."""
+    """In code for Hopper, which compiles without one. Only lines of the weight are asked for before.
+
+    And they read as many bytes at a time as there are: rows are aligned as the first one is.
+    """
     triton = pytest.importorskip("triton")
     from piecewise_graph.kernels.linear import linear_kernels
 
     kernel = getattr(linear_kernels, name)
     constants = dict(zip(kernel.arg_names[7:], (*blocks, True, False, True), strict=True))
     types = ["*bf16"] * 4 + ["i32"] * 3 + ["constexpr"] * len(constants)
+    aligned = {(index,): [["tt.divisibility", 16]] for index in range(4)}
     source = triton.compiler.ASTSource(
-        kernel, dict(zip(kernel.arg_names, types, strict=True)), constexprs=constants
+        kernel, dict(zip(kernel.arg_names, types, strict=True)), constexprs=constants, attrs=aligned
     )
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     code = triton.compile(source, target=target, options={"launch_pdl": True}).asm["ptx"]
+    wide = r"ld\.global\S*evict_first\S*\.v4\.b32" if name == "one_row" else r"cp\.async\.cg"
+    assert re.search(wide, code) and not re.search(r"ld\.global\S*\.b16", code)
     touches = min(found.start() for found in re.finditer(r"(ld|st)\.global|cp\.async", code))
     wait = code.find("griddepcontrol.wait")
     assert 0 < code.find("prefetch.global.L2") < wait < touches

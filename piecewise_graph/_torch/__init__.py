@@ -13,6 +13,7 @@ from piecewise_graph._torch.compilers import (
     generated_code as generated_code,
     inductor_cache_dir as inductor_cache_dir,
     inductor_settings as inductor_settings,
+    inductor_tunes_products as inductor_tunes_products,
     kernels_wait_first as kernels_wait_first,
     load_artifact as load_artifact,
     start_compile_workers as start_compile_workers,
@@ -68,6 +69,7 @@ from piecewise_graph._torch.ops import (
     outside_of_modes as outside_of_modes,
     propagate as propagate,
     propagate_fake as propagate_fake,
+    transform_depth as transform_depth,
 )
 from piecewise_graph._torch.settings import (
     drop_shape_guards as drop_shape_guards,

@@ -16,7 +16,8 @@ from piecewise_graph._torch.wrappers import uncompiled
 
 # We capture graphs, so Inductor's own capture (a global reduce-overhead) must not nest in them. Freezing
 # would bake the weights of one layer into code that all equal layers share.
-_PATCHES = {"triton.cudagraphs": False, "freezing": False}
+# Dependent launches are for code whose kernels wait first (compile_exact).
+_PATCHES = {"triton.cudagraphs": False, "freezing": False, "triton.enable_pdl": False}
 
 
 def start_compile_workers() -> None:
@@ -36,6 +37,13 @@ def inductor_settings(settings: Mapping[str, Any]) -> AbstractContextManager[Any
     from torch._inductor import config
 
     return config.patch(dict(settings))
+
+
+def inductor_tunes_products() -> bool:
+    """Whether its options have it try kernels of its own for matrix products."""
+    from torch._inductor import config
+
+    return bool(config.max_autotune or config.max_autotune_gemm)
 
 
 def compile_segment(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:

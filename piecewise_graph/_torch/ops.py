@@ -104,5 +104,11 @@ def autocast_functions() -> tuple[Any, Any]:
     return autocast._enter_autocast, autocast._exit_autocast
 
 
+def transform_depth(target: Any) -> int:
+    """Of a graph node: 1 where it begins a function transform (vmap, jvp), -1 where it ends one, else 0."""
+    name = getattr(target, "__name__", "")
+    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
+
+
 def grad_mode_function() -> Any:
     return torch._C._set_grad_enabled

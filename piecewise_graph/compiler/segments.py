@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from piecewise_graph import _torch
 from piecewise_graph.analysis import SegmentFacts
 from piecewise_graph.compiler.disk_cache import Folder, Made, is_filled, load_or_compile
-from piecewise_graph.compiler.few_rows import choosing_linears
+from piecewise_graph.compiler.one_row_linears import choosing_linears
 from piecewise_graph.compiler.segment_key import (
     Conditions,
     Key,

@@ -121,7 +121,11 @@ class CompiledModel:
         return getattr(self.__dict__["_model"], name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, and copied, is what was given; a copy has traces and graphs of its own."""
+        """What was given is pickled, and copied. A copy has traces and graphs of its own.
+
+        Raises:
+            TypeError, AttributeError: pickle's, where a pool was given, which belongs to its process.
+        """
         return CompiledModel, self._given
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModel:

@@ -144,9 +144,7 @@ def _refuse_open_modes(groups: list[_Group], home: dict[Node, _Group]) -> None:
         left = {node.args[0] for node in group.nodes if node.target is leave}
         if entered != left:
             raise Unsplittable("autocast_region_crosses_a_cut")
-        names = [getattr(node.target, "__name__", "") for node in group.nodes]
-        begun, ended = (sum(n.endswith(f"_{to}crement_nesting") for n in names) for to in ("in", "de"))
-        if begun != ended:
+        if sum(_torch.transform_depth(node.target) for node in group.nodes):
             raise Unsplittable("splitting_op_inside_higher_order_op")
 
 

@@ -46,8 +46,8 @@ def candidates(tokens: int, rows: int, columns: int) -> list[KernelConfig]:
     return [c for c in fitting if c.splits == 1 or rows // c.block_n * c.splits <= 16384]
 
 
-def usual(rows: int, columns: int) -> KernelConfig | None:
-    """What reads a weight faster than cuBLAS for one token, as measured on an H100; None where none may."""
+def usual_config(rows: int, columns: int) -> KernelConfig | None:
+    """What is fastest for one token, as measured on an H100; None where no block divides the weight."""
     if columns % 2048 == 0 and (columns > 2048 or rows < 2048):
         blocks = 1, 2048
     elif columns % 1024 == 0:

@@ -7,7 +7,7 @@ the result.
 
 Note [Weight first]
 A weight does not depend on the kernel before. Each program asks for the first lines of its rows, then waits.
-Weights are read once per step, so they leave the caches first.
+Weights are read once per step, so loads mark them as what leaves the caches first.
 """
 
 import triton
@@ -27,7 +27,7 @@ def _load(pointers, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _start(weight, n, first, rows, columns, DEPENDENT: tl.constexpr):
+def _prefetch_and_wait(weight, n, first, rows, columns, DEPENDENT: tl.constexpr):
     """Note [Weight first]: rows `n` of a program whose part begins at column `first`."""
     if DEPENDENT:
         k = tl.minimum(first + tl.arange(0, AHEAD) * LINE, columns - 1)
@@ -60,12 +60,12 @@ def one_row(
         EVEN: blocks divide rows and columns.
     """
     if EVEN:
-        columns = tl.multiple_of(columns, 16)
+        columns = columns // 16 * 16  # which tells Triton that rows are as aligned as the first one
     part = tl.cdiv(columns, SPLITS * BLOCK_K) * BLOCK_K
     split = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = weight + n.to(tl.int64)[:, None] * columns
-    _start(weight, n, split * part, rows, columns, DEPENDENT)
+    _prefetch_and_wait(weight, n, split * part, rows, columns, DEPENDENT)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for step in range(0, part, BLOCK_K):
         k = split * part + step + tl.arange(0, BLOCK_K)
@@ -101,13 +101,13 @@ def few_rows(
     tokens the shorter one.
     """
     if EVEN:
-        columns = tl.multiple_of(columns, 16)
+        columns = columns // 16 * 16  # which tells Triton that rows are as aligned as the first one
     part = tl.cdiv(columns, SPLITS * BLOCK_K) * BLOCK_K
     split = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, TOKENS)
     row = weight + n.to(tl.int64)[:, None] * columns
-    _start(weight, n, split * part, rows, columns, DEPENDENT)
+    _prefetch_and_wait(weight, n, split * part, rows, columns, DEPENDENT)
     total = tl.zeros((BLOCK_N, TOKENS), tl.float32)
     for step in range(0, part, BLOCK_K):
         k = split * part + step + tl.arange(0, BLOCK_K)

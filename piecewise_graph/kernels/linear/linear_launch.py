@@ -13,7 +13,7 @@ from piecewise_graph.kernels.linear.kernel_configs import KernelConfig
 
 
 def linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, config: KernelConfig) -> Tensor:
-    """See ops.linear_few; `config` names blocks that fit."""
+    """See linear_op.linear_few; `config` names blocks that fit."""
     rows, columns = weight.shape
     flat = x.reshape(-1, columns).contiguous()
     tokens = flat.shape[0]

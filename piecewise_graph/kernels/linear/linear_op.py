@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from piecewise_graph.kernels.launch import dependent_launches, interpreted, kernels_serve
-from piecewise_graph.kernels.linear.kernel_configs import KernelConfig, usual
+from piecewise_graph.kernels.linear.kernel_configs import KernelConfig, usual_config
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
 _library.define("linear_few(Tensor x, Tensor weight, Tensor? bias, int[] config) -> Tensor")
@@ -88,14 +88,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    is_one_row = x.numel() == weight.shape[1] and weight.is_contiguous() and x.dtype in DTYPES
-    served = is_one_row and (dependent_launches(x.device) or interpreted())
-    config = usual(*weight.shape) if served else None
+    config = usual_config(*weight.shape) if _is_one_row(x, weight, bias) else None
     if config is None:
         return functional.linear(x, weight, bias)
     from piecewise_graph.kernels.linear import linear_launch
 
     return linear_launch.linear_few(x, weight, bias, config)
+
+
+def _is_one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """And of what the kernel reads. Whatever else there is, torch computes or refuses it."""
+    if not (dependent_launches(x.device) or interpreted()):
+        return False
+    same = x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
+    fits = x.shape[-1] == weight.shape[1] == x.numel() > 0 and weight.is_contiguous()
+    return fits and same and x.dtype in DTYPES and (bias is None or bias.shape == weight.shape[:1])
 
 
 _library.impl("linear", _linear, "CompositeExplicitAutograd")

@@ -1,6 +1,6 @@
 """Code for all sizes whose linears choose their kernel at each call.
 
-Inductor leaves a linear of a varying number of rows to cuBLAS, which is slow where rows are few. The op
+Inductor leaves a linear of a varying number of rows to cuBLAS, which is slow where there is one. The op
 `piecewise::linear` looks at the rows it gets. When a bucket is captured, what it chose is part of the graph.
 """
 
@@ -19,13 +19,9 @@ from piecewise_graph.splitter.merge_linears import linear_operands
 
 
 def choosing_linears(gm: GraphModule) -> GraphModule:
-    """A copy of a segment with the op in place of its linears on a GPU; `gm` where it has none.
-
-    Under autocast they stay, as it casts what they get.
-    """
-    casts, _ = _torch.autocast_functions()
+    """A copy of a segment with the op in place of its linears on a GPU; `gm` where none may be replaced."""
     linears = [node for node in gm.graph.nodes if _may_choose(linear_operands(node))]
-    if not linears or any(node.target is casts for node in gm.graph.nodes):
+    if not linears or _torch.inductor_tunes_products() or any(map(_is_about_others, gm.graph.nodes)):
         return gm
     graph, copies = Graph(), dict[Node, Any]()
     graph.output(graph.graph_copy(gm.graph, copies))
@@ -35,10 +31,17 @@ def choosing_linears(gm: GraphModule) -> GraphModule:
     return GraphModule(gm, graph)
 
 
+def _is_about_others(node: Node) -> bool:
+    """It changes what ops around it do (autocast, vmap), or may launch kernels that do not wait for ours."""
+    casts, _ = _torch.autocast_functions()
+    transforms = _torch.transform_depth(node.target) != 0
+    return node.target is casts or transforms or _torch.is_higher_order(node.target)
+
+
 def _may_choose(operands: tuple[Any, Any, Any]) -> bool:
     """Plain tensors of dtypes that the kernels take. A wrapper (a quantised weight) has its own linear."""
     values = [_torch.example_value(operand) for operand in operands if isinstance(operand, Node)]
     plain = all(isinstance(value, Tensor) and not _torch.is_wrapper(value) for value in values)
-    if len(values) < 2 or not plain or values[1].dim() != 2:
+    if len(values) < 2 or not plain or [value.dim() for value in values[1:]] != [2, 1][: len(values) - 1]:
         return False
     return values[0].dtype in DTYPES and all(v.dtype == values[0].dtype and kernels_serve(v) for v in values)
