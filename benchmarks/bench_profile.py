@@ -14,20 +14,17 @@ import gc
 import re
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.bench_decode import Decode
 from benchmarks.common import RESULTS, alternate, read_bandwidth, table, without_out, write
-from benchmarks.idle_time import Event, read_events, span
+from benchmarks.idle_time import Event, span, traced, work_of
 from benchmarks.llama import SHAPES
-from benchmarks.paged import CONTEXT
-from piecewise_graph.bench.trace import WORK
+from benchmarks.paged import CONTEXT, head_dim
 
 Row = dict[str, Any]
 Part = tuple[str, float]  # a name, and bytes that it reads
@@ -42,8 +39,7 @@ _COLUMNS = ("shape", "batch", "part", "kernel", "launches", "us", "MB", "share")
 
 def products(config: Any) -> Iterator[Part]:
     """The weights in the order of a step's matrix products."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, head_dim(config)
     wide, narrow = config.num_attention_heads * dim, config.num_key_value_heads * dim
     outputs = dict(zip(_LAYER, (wide, narrow, narrow, wide, inner, inner, inner), strict=True))
     for _ in range(config.num_hidden_layers):
@@ -55,15 +51,13 @@ def kernels_of(step: Callable[[], Any]) -> list[list[Event]]:
     """What the device does in each of some replays, in order."""
     step()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+
+    def steps() -> None:
         for _ in range(_STEPS):
             step()
         torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        trace.export_chrome_trace(str(path))
-        events = read_events(path)
-    work = sorted((e for e in events if e.get("ph") == "X" and e.get("cat") in WORK), key=span)
+
+    work = sorted(work_of(traced(steps)), key=span)
     each, rest = divmod(len(work), _STEPS)
     if rest:
         raise RuntimeError(f"{len(work)} kernels in {_STEPS} replays: not the same in each")
@@ -95,8 +89,7 @@ def _beside(kernel: str, config: Any, batch: int) -> Part:
         return "other", 0.0
     if "combine" in kernel:  # of parts of a context, whose keys and values another kernel has read
         return "attention", 0.0
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return "attention", 4.0 * batch * CONTEXT * config.num_key_value_heads * dim
+    return "attention", 4.0 * batch * CONTEXT * config.num_key_value_heads * head_dim(config)
 
 
 @torch.inference_mode()

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
 
 from piecewise_graph.bench.trace import WORK
 
@@ -43,13 +46,18 @@ class IdleTime:
 
 def idle_time(events: Iterable[Event]) -> IdleTime | None:
     """Of one device's trace events; None where the device did nothing."""
-    work = [event for event in events if event.get("ph") == "X" and event.get("cat") in WORK]
+    work = work_of(events)
     if not work:
         return None
     launches = launch_spans(work)
     window = max(end for _, end in launches) - min(start for start, _ in launches)
     busy = [busy_time(spans) / window if window else 1.0 for spans in (list(map(span, work)), launches)]
     return IdleTime(window, 1 - busy[0], 1 - busy[1], len(launches))
+
+
+def work_of(events: Iterable[Event]) -> list[Event]:
+    """Kernels, copies and fills."""
+    return [event for event in events if event.get("ph") == "X" and event.get("cat") in WORK]
 
 
 def span(event: Event) -> Span:
@@ -82,6 +90,16 @@ def read_events(path: Path) -> list[Event]:
     content = json.loads(path.read_text())
     events: list[Event] = content["traceEvents"] if isinstance(content, dict) else content
     return events
+
+
+def traced(work: Callable[[], object]) -> list[Event]:
+    """What the device does meanwhile, as a trace has it."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        return read_events(path)
 
 
 def main(arguments: list[str] | None = None) -> int:

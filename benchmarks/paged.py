@@ -97,7 +97,7 @@ class PagedModel:
     def _rows(self, tokens: int) -> list[Tensor]:
         config = self.model.config
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        dim = head_dim(config)
         return [
             torch.zeros(tokens, count, dim, dtype=torch.bfloat16, device=self.device)
             for count in (heads, kv_heads, kv_heads, heads)
@@ -106,6 +106,11 @@ class PagedModel:
 
 def default_implementation(device: torch.device) -> str:
     return "triton" if device.type == "cuda" else "torch"
+
+
+def head_dim(config: Any) -> int:
+    """Elements of a head, of a model's configuration."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def read_bytes(model: torch.nn.Module) -> int:

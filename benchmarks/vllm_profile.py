@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import cProfile
 import pstats
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
-
-from benchmarks.idle_time import Event, idle_time, read_events
+from benchmarks.idle_time import Event, idle_time, traced, work_of
 from benchmarks.vllm_engine import Row
-from piecewise_graph.bench.trace import WORK
 
 
 def device_time(work: Callable[[], object], steps: int) -> Row:
     """IdleTime of `work`, which makes so many steps; busy_ms, of the device per step; kernels, by time."""
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        work()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        trace.export_chrome_trace(str(path))
-        events = read_events(path)
+    events = traced(work)
     found = idle_time(events)
     if found is None:
         return {}
@@ -36,9 +27,8 @@ def device_time(work: Callable[[], object], steps: int) -> Row:
 def kernels_of(events: Iterable[Event], steps: int) -> list[Row]:
     """What the device does, in microseconds per step, what takes longest first."""
     taken: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        if event.get("ph") == "X" and event.get("cat") in WORK:
-            taken[event["name"][:100]].append(event.get("dur", 0.0))
+    for event in work_of(events):
+        taken[event["name"][:100]].append(event.get("dur", 0.0))
     rows = [
         {"kernel": name, "calls": len(times) / steps, "us": sum(times) / steps}
         for name, times in taken.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,20 @@ class TestChoosing:
 
     pytestmark = needs_kernels
 
+    @pytest.fixture
+    def served(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """The rows of each call of a kernel of ours."""
+        from piecewise_graph.kernels.linear import linear_launch
+
+        rows, launch = list[int](), linear_launch.linear_few
+
+        def noted(x: Tensor, *rest: Any) -> Tensor:
+            rows.append(x.shape[-2])
+            return launch(x, *rest)
+
+        monkeypatch.setattr(linear_launch, "linear_few", noted)
+        return rows
+
     @EXAMPLES
     @given(
         st.integers(0, 3),
@@ -155,26 +170,14 @@ class TestChoosing:
         none = weight[:, :0].contiguous()
         assert linear(x[:, :0].expand(3, 0), none, None).eq(0).all()
 
-    def test_one_row_has_a_kernel_of_ours(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from piecewise_graph.kernels.linear import linear_launch
-
-        served, launch = [], linear_launch.linear_few
-        monkeypatch.setattr(
-            linear_launch, "linear_few", lambda x, *rest: served.append(len(x)) or launch(x, *rest)
-        )
+    def test_one_row_has_a_kernel_of_ours(self, served: list[int]) -> None:
         for tokens in (8, 2, 1, 0):
             x, weight, _ = operands(tokens, 32, 512, DTYPES[0])
             linear(x, weight, None)
             linear(x, weight.t().contiguous().t(), None)  # strided weights are the library's
         assert served == [1]
 
-    def test_compiled_code_of_all_sizes_asks_at_each_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from piecewise_graph.kernels.linear import linear_launch
-
-        served, launch = [], linear_launch.linear_few
-        monkeypatch.setattr(
-            linear_launch, "linear_few", lambda x, *rest: served.append(x.shape[-2]) or launch(x, *rest)
-        )
+    def test_compiled_code_of_all_sizes_asks_at_each_call(self, served: list[int]) -> None:
         _, weight, bias = operands(1, 64, 512, DTYPES[0])
         _, back, _ = operands(1, 512, 64, DTYPES[0])
 
