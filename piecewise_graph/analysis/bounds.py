@@ -114,7 +114,7 @@ def _fitting(call: Call, of: BoundsOf) -> Bounds | None:
         bounds = of(value)
         return None if bounds is None else held(bounds, kind)
 
-    found = None if compute is None else compute(call, of if compute is _copied else cast)
+    found = None if compute is None else compute(call, cast)
     stored = any(bounds is not None and bounds.stored for bounds in map(of, call.tensors))
     if dtype == torch.bool:  # what is stored decides no comparison
         return Bounds.of(0, 2) if found is None or stored else held(found, dtype)

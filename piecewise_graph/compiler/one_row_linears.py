@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from piecewise_graph import _torch
 from piecewise_graph.kernels.launch import kernels_serve
 from piecewise_graph.kernels.linear import DTYPES
 from piecewise_graph.splitter.merge_linears import linear_operands
+from piecewise_graph.splitter.segment_builder import copied
 
 
 def choosing_linears(gm: GraphModule) -> GraphModule:
@@ -23,8 +24,7 @@ def choosing_linears(gm: GraphModule) -> GraphModule:
     linears = [node for node in gm.graph.nodes if _may_choose(linear_operands(node))]
     if not linears or _torch.inductor_tunes_products() or any(map(_is_about_others, gm.graph.nodes)):
         return gm
-    graph, copies = Graph(), dict[Node, Any]()
-    graph.output(graph.graph_copy(gm.graph, copies))
+    graph, copies = copied(gm)
     for node in linears:
         copies[node].target = torch.ops.piecewise.linear.default
         copies[node].args, copies[node].kwargs = tuple(map(copies.get, linear_operands(node))), {}
@@ -33,15 +33,15 @@ def choosing_linears(gm: GraphModule) -> GraphModule:
 
 def _is_about_others(node: Node) -> bool:
     """It changes what ops around it do (autocast, vmap), or may launch kernels that do not wait for ours."""
-    casts, _ = _torch.autocast_functions()
-    transforms = _torch.transform_depth(node.target) != 0
-    return node.target is casts or transforms or _torch.is_higher_order(node.target)
+    changes = node.target is _torch.autocast_functions()[0] or _torch.transform_depth(node.target) != 0
+    return changes or _torch.is_higher_order(node.target)
 
 
 def _may_choose(operands: tuple[Any, Any, Any]) -> bool:
     """Plain tensors of dtypes that the kernels take. A wrapper (a quantised weight) has its own linear."""
     values = [_torch.example_value(operand) for operand in operands if isinstance(operand, Node)]
-    plain = all(isinstance(value, Tensor) and not _torch.is_wrapper(value) for value in values)
-    if len(values) < 2 or not plain or [value.dim() for value in values[1:]] != [2, 1][: len(values) - 1]:
+    if len(values) < 2 or not all(isinstance(v, Tensor) and not _torch.is_wrapper(v) for v in values):
         return False
-    return values[0].dtype in DTYPES and all(v.dtype == values[0].dtype and kernels_serve(v) for v in values)
+    x, weight, *bias = values
+    alike = all(value.dtype == x.dtype and kernels_serve(value) for value in values)
+    return alike and x.dtype in DTYPES and weight.dim() == 2 and all(b.dim() == 1 for b in bias)

@@ -131,9 +131,6 @@ class CompiledModel:
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModel:
         return CompiledModel(copy.deepcopy(self._model, memo), *self._given[1:])  # in the same pool
 
-    def __copy__(self) -> CompiledModel:
-        return CompiledModel(*self._given)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self._untraced_call(self, args, kwargs)
