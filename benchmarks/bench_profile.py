@@ -14,7 +14,7 @@ import gc
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,22 @@ Row = dict[str, Any]
 Part = tuple[str, float]  # a name, and bytes that it reads
 
 _PRODUCT = re.compile(r"nvjet|gemm|gemv|one_row|few_rows", re.IGNORECASE)
-_BESIDE = re.compile(r"reduce|flash|attention", re.IGNORECASE)  # of those, no product of its own
+_BESIDE = re.compile(r"reduce|flash|attention|sgemm", re.IGNORECASE)  # of those, no product with a weight
 _ATTENTION = re.compile(r"attend|attention|combine", re.IGNORECASE)
 _LAYER = ("q", "k", "v", "o", "gate", "up", "down")
+_TOGETHER = ("q k v", "o", "gate up", "down")  # linears of one input in one launch
 _STEPS = 10
 _COLUMNS = ("shape", "batch", "part", "kernel", "launches", "us", "MB", "share")
 
 
-def products(config: Any) -> Iterator[Part]:
+def products(config: Any, together: bool) -> list[Part]:
     """The weights in the order of a step's matrix products."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, head_dim(config)
     wide, narrow = config.num_attention_heads * dim, config.num_key_value_heads * dim
     outputs = dict(zip(_LAYER, (wide, narrow, narrow, wide, inner, inner, inner), strict=True))
-    for _ in range(config.num_hidden_layers):
-        yield from ((name, 2.0 * hidden * outputs[name]) for name in _LAYER)
-    yield "head", 2.0 * hidden * config.vocab_size
+    names = _TOGETHER if together else _LAYER
+    layer = [(name, 2.0 * hidden * sum(outputs[part] for part in name.split())) for name in names]
+    return layer * config.num_hidden_layers + [("head", 2.0 * hidden * config.vocab_size)]
 
 
 def kernels_of(step: Callable[[], Any]) -> list[list[Event]]:
@@ -66,14 +67,13 @@ def kernels_of(step: Callable[[], Any]) -> list[list[Event]]:
 
 def parts_of(steps: Sequence[Sequence[Event]], config: Any, batch: int) -> list[Row]:
     """A row per part and kernel: launches per step, median microseconds of all of them, megabytes."""
-    weights = list(products(config))
     found: dict[tuple[str, str], Row] = {}
     is_product = [bool(_PRODUCT.search(e["name"]) and not _BESIDE.search(e["name"])) for e in steps[0]]
-    if sum(is_product) == len(weights) + 1:
-        weights.insert(0, ("rotary angles", 0.0))
-    if sum(is_product) != len(weights):
+    known = {len(weights): weights for weights in (products(config, True), products(config, False))}
+    weights = known.get(sum(is_product))
+    if weights is None:
         names = sorted({event["name"] for event in steps[0]})
-        raise RuntimeError(f"{sum(is_product)} matrix products, {len(weights)} weights; kernels: {names}")
+        raise RuntimeError(f"{sum(is_product)} matrix products, {list(known)} weights; kernels: {names}")
     order = iter(weights)
     for at, event in enumerate(steps[0]):
         part, size = next(order) if is_product[at] else _beside(event["name"], config, batch)
@@ -85,6 +85,8 @@ def parts_of(steps: Sequence[Sequence[Event]], config: Any, batch: int) -> list[
 
 
 def _beside(kernel: str, config: Any, batch: int) -> Part:
+    if "sgemm" in kernel:
+        return "rotary angles", 0.0
     if not _ATTENTION.search(kernel):
         return "other", 0.0
     if "combine" in kernel:  # of parts of a context, whose keys and values another kernel has read

@@ -34,7 +34,16 @@ def a_step(us: float, rotary: bool = False) -> list[Event]:
 
 
 def test_weights_are_those_of_the_layers_in_order() -> None:
-    assert list(products(CONFIG)) == [*LAYER, *LAYER, ("head", 65536)]
+    assert products(CONFIG, together=False) == [*LAYER, *LAYER, ("head", 65536)]
+    joined = [("q k v", 16384), ("o", 8192), ("gate up", 32768), ("down", 16384)]
+    assert products(CONFIG, together=True) == [*joined, *joined, ("head", 65536)]
+
+
+def test_linears_of_one_input_are_one_product() -> None:
+    steps = [[kernel("few_rows", us) for _ in range(9)] for us in (9.0, 10.0, 30.0)]
+    rows = {row["part"]: row for row in parts_of(steps, CONFIG, batch=3)}
+    assert list(rows) == ["q k v", "o", "gate up", "down", "head"]
+    assert rows["gate up"]["us"] == 20.0 and rows["gate up"]["MB"] == pytest.approx(2 * 0.032768)
 
 
 @pytest.mark.parametrize("rotary", [False, True])
@@ -53,5 +62,7 @@ def test_the_nth_product_reads_the_nth_weight(rotary: bool) -> None:
 
 
 def test_kernels_that_cannot_be_told_apart_are_named() -> None:
-    with pytest.raises(RuntimeError, match=r"14 matrix products, 15 weights; kernels: .*attend_kernel"):
+    with pytest.raises(
+        RuntimeError, match=r"14 matrix products, \[9, 15\] weights; kernels: .*attend_kernel"
+    ):
         parts_of([a_step(1.0)[:-1]], CONFIG, batch=1)

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 import piecewise_graph as pg
 from piecewise_graph.compiler import linear_choice
-from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig, linear, linear_few
-from piecewise_graph.kernels.linear.kernel_configs import candidates, is_config
+from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig, linear_few, linears
+from piecewise_graph.kernels.linear.kernel_configs import candidates, is_config, usual_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = settings(max_examples=15 if INTERPRETED else 60)
@@ -117,79 +117,95 @@ class TestKernels:
 
 
 class TestChoosing:
-    """`piecewise::linear`, which code for all sizes calls."""
+    """`piecewise::linears`, which code for all sizes calls."""
 
     pytestmark = needs_kernels
 
     @pytest.fixture
-    def served(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """The rows of each call of a kernel of ours."""
+    def served(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+        """Rows and weights of each call of kernels of ours."""
         from piecewise_graph.kernels.linear import linear_launch
 
-        rows, launch = list[int](), linear_launch.linear_few
+        calls, launch = list[tuple[int, int]](), linear_launch.linears_few
 
-        def noted(x: Tensor, *rest: Any) -> Tensor:
-            rows.append(x.shape[-2])
-            return launch(x, *rest)
+        def noted(x: Tensor, weights: list[Tensor], *rest: Any) -> list[Tensor]:
+            calls.append((x.shape[-2], len(weights)))
+            return launch(x, weights, *rest)
 
-        monkeypatch.setattr(linear_launch, "linear_few", noted)
-        return rows
+        monkeypatch.setattr(linear_launch, "linears_few", noted)
+        return calls
 
     @EXAMPLES
     @given(
-        st.integers(0, 3),
-        st.integers(1, 40),
-        st.sampled_from([24, 512, 1024, 1536, 2048]),
+        st.integers(0, 70),
+        st.lists(st.sampled_from([1, 2, 17, 64, 256, 512, 520]), min_size=1, max_size=5),
+        st.sampled_from([24, 128, 512, 1024, 1152, 2048]),
         st.booleans(),
         st.sampled_from([*DTYPES, torch.float32]),
     )
-    def test_it_is_a_linear(
-        self, tokens: int, rows: int, columns: int, bias: bool, dtype: torch.dtype
+    def test_they_are_linears(
+        self, tokens: int, rows: list[int], columns: int, bias: bool, dtype: torch.dtype
     ) -> None:
-        x, weight, b = operands(tokens, rows, columns, dtype)
+        x = operands(tokens, 1, columns, dtype)[0]
+        weights, biases = zip(
+            *(operands(1, n, columns, dtype, seed)[1:] for seed, n in enumerate(rows)), strict=True
+        )
         for each in (x, x[None], torch.stack([x, x], 1)[:, 0]):
-            found = linear(each, weight, b if bias else None)
-            expected = functional.linear(each.double(), weight.double(), b.double() if bias else None)
-            assert found.dtype == dtype and found.is_contiguous() and found.shape == expected.shape
-            torch.testing.assert_close(
-                found.double(), expected, rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype]
-            )
+            found = linears(each, weights, biases if bias else [None] * len(rows))
+            for got, weight, b in zip(found, weights, biases, strict=True):
+                expected = functional.linear(each.double(), weight.double(), b.double() if bias else None)
+                assert got.dtype == dtype and got.is_contiguous() and got.shape == expected.shape
+                torch.testing.assert_close(
+                    got.double(), expected, rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype]
+                )
 
-    @pytest.mark.parametrize("bias", [(), (1,), (1, 32)])
+    @pytest.mark.parametrize("bias", [(), (1,), (1, 512)])
     def test_a_bias_of_another_shape_is_spread(self, bias: tuple[int, ...]) -> None:
-        x, weight, _ = operands(1, 32, 512, DTYPES[0])
+        x, weight, _ = operands(1, 512, 512, DTYPES[0])
         b = torch.full(bias, 0.5, dtype=x.dtype, device=x.device)
         expected = functional.linear(x.float(), weight.float(), b.float())
-        torch.testing.assert_close(linear(x, weight, b).float(), expected, rtol=2e-2, atol=6e-2)
+        torch.testing.assert_close(linears(x, [weight], [b])[0].float(), expected, rtol=2e-2, atol=6e-2)
 
     def test_what_torch_refuses_is_refused(self) -> None:
-        x, weight, _ = operands(1, 32, 512, DTYPES[0])
+        x, weight, _ = operands(1, 512, 512, DTYPES[0])
         for others in ((x.view(4, 128), weight), (x, weight.float())):
             with pytest.raises(RuntimeError):
-                linear(*others, None)
+                linears(others[0], [others[1]], [None])
         none = weight[:, :0].contiguous()
-        assert linear(x[:, :0].expand(3, 0), none, None).eq(0).all()
+        assert linears(x[:, :0].expand(3, 0), [none], [None])[0].eq(0).all()
 
-    def test_one_row_has_a_kernel_of_ours(self, served: list[int]) -> None:
-        for tokens in (8, 2, 1, 0):
-            x, weight, _ = operands(tokens, 32, 512, DTYPES[0])
-            linear(x, weight, None)
-            linear(x, weight.t().contiguous().t(), None)  # strided weights are the library's
-        assert served == [1]
+    def test_few_rows_have_kernels_of_ours(self, served: list[tuple[int, int]]) -> None:
+        for tokens in (MAX_TOKENS + 1, MAX_TOKENS, 2, 1, 0):
+            x, weight, bias = operands(tokens, 512, 512, DTYPES[0])
+            linears(x, [weight, weight], [None, None])
+            linears(x, [weight, weight], [None, bias])  # one launch adds all biases or none
+            linears(x, [weight.t().contiguous().t()], [None])  # strided weights are the library's
+        assert served == [(MAX_TOKENS, 2), (2, 2), (1, 2)]
 
-    def test_compiled_code_of_all_sizes_asks_at_each_call(self, served: list[int]) -> None:
-        _, weight, bias = operands(1, 64, 512, DTYPES[0])
-        _, back, _ = operands(1, 512, 64, DTYPES[0])
+    def test_compiled_code_of_all_sizes_asks_at_each_call(self, served: list[tuple[int, int]]) -> None:
+        _, weight, bias = operands(1, 512, 512, DTYPES[0])
+        _, back, _ = operands(1, 512, 512, DTYPES[0], 1)
 
         def model(x: Tensor) -> Tensor:
-            return functional.linear(functional.linear(x, weight, bias).relu(), back)
+            hidden = functional.linear(x, weight, bias).relu()
+            return functional.linear(hidden, back) * functional.linear(hidden, weight)
 
         with torch.no_grad():
             fast = pg.compile(model, capture_sizes=[1, 2, 4, 8], token_dim={"x": 0})
-            for tokens in (8, 1, 2, 3, 4, 6, 1):
+            for tokens in (8, 1, 2, 3, 4, 6, 1, 90):
                 x = operands(tokens, 1, 512, DTYPES[0])[0]
                 torch.testing.assert_close(fast(x), model(x), rtol=2e-2, atol=6e-2)
-        assert set(served) == {1}
+        expected = {1, 2, 4, 8} if DEVICE.type == "cuda" else set()
+        assert {tokens for tokens, _ in served} >= expected and not any(t > 64 for t, _ in served)
+        assert not expected or {members for _, members in served} == {1, 2}
+
+
+@given(st.integers(1, 64), st.lists(st.integers(1, 4096), min_size=1, max_size=4), st.integers(1, 9000))
+def test_usual_blocks_divide_the_columns(tokens: int, rows: list[int], columns: int) -> None:
+    for wide in (columns, columns * 128):
+        config = usual_config(tokens, rows, wide)
+        assert config is None or (wide % config.block_k == 0 and config.splits == 1)
+    assert usual_config(tokens, [4096], columns * 512) is not None
 
 
 @settings(max_examples=40)
@@ -216,7 +232,7 @@ def test_opcheck(plan: list[int]) -> None:
     x, weight, bias = operands(3, 32, 64, DTYPES[0])
     for b in (None, bias):
         torch.library.opcheck(torch.ops.piecewise.linear_few.default, (x, weight, b, plan))
-        torch.library.opcheck(torch.ops.piecewise.linear.default, (x, weight, b))
+        torch.library.opcheck(torch.ops.piecewise.linears.default, (x, [weight, weight], [b, b]))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
@@ -237,9 +253,9 @@ def test_dependent_kernels_wait_before_they_touch_memory(name: str, blocks: tupl
     from piecewise_graph.kernels.linear import linear_kernels
 
     kernel = getattr(linear_kernels, name)
-    constants = dict(zip(kernel.arg_names[7:], (*blocks, True, False, True), strict=True))
-    types = ["*bf16"] * 4 + ["i32"] * 3 + ["constexpr"] * len(constants)
-    aligned = {(index,): [["tt.divisibility", 16]] for index in range(4)}
+    constants = dict(zip(kernel.arg_names[15:], (*blocks, True, False, True), strict=True))
+    types = ["*bf16"] * 10 + ["i32"] * 5 + ["constexpr"] * len(constants)
+    aligned = {(index,): [["tt.divisibility", 16]] for index in range(10)}
     source = triton.compiler.ASTSource(
         kernel, dict(zip(kernel.arg_names, types, strict=True)), constexprs=constants, attrs=aligned
     )

@@ -178,46 +178,6 @@ def test_compile_workers_start_only_for_triton(monkeypatch: pytest.MonkeyPatch) 
     assert started == [True]
 
 
-# --- code for exact sizes -----------------------------------------------------------------------------
-
-
-def small_graph() -> GraphModule:
-    graph = torch.fx.Graph()
-    x, weight = graph.placeholder("x"), graph.placeholder("weight")
-    scaled = graph.call_method("mul", (x, 2.0))
-    graph.output((graph.call_function(torch.nn.functional.linear, (scaled, weight)),))
-    return GraphModule({}, graph)
-
-
-@pytest.mark.parametrize("dependent_launches", [False, True])
-def test_code_for_exact_sizes_computes_the_same(dependent_launches: bool) -> None:
-    gm, x, weight = small_graph(), torch.randn(3, 8), torch.nn.Parameter(torch.randn(4, 8))
-    with torch.no_grad():
-        run = _torch.compile_exact(gm, [x, weight], dependent_launches=dependent_launches)
-        for _ in range(2):
-            x = torch.randn(3, 8)
-            torch.testing.assert_close(run(x, weight)[0], gm(x, weight)[0])
-
-
-def test_kernels_wait_first_only_inside_of_the_block() -> None:
-    """test_closed_holes.py looks at the generated code."""
-    from torch._inductor.codegen.triton import TritonKernel
-
-    theirs = TritonKernel._filter_pdl
-    with _torch.kernels_wait_first():
-        assert TritonKernel._filter_pdl is not theirs
-        assert TritonKernel.GDC_WAIT != TritonKernel.GDC_LAUNCH
-    assert TritonKernel._filter_pdl is theirs
-
-
-def test_propagation_gives_every_node_its_fake_value() -> None:
-    gm = small_graph()
-    _torch.propagate(gm, [torch.randn(3, 8), torch.randn(4, 8)])
-    values = [_torch.example_value(node) for node in gm.graph.nodes if node.op != "output"]
-    assert [tuple(value.shape) for value in values] == [(3, 8), (4, 8), (3, 8), (3, 4)]
-    assert all(isinstance(value, torch._subclasses.FakeTensor) for value in values)
-
-
 # --- functions that stand in graphs -------------------------------------------------------------------
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from piecewise_graph._torch.ops import is_higher_order
 from piecewise_graph._torch.wrappers import uncompiled
 
 # We capture graphs, so Inductor's own capture (a global reduce-overhead) must not nest in them. Freezing
 # would bake the weights of one layer into code that all equal layers share.
-# Dependent launches are for code whose kernels wait first (compile_exact).
-_PATCHES = {"triton.cudagraphs": False, "freezing": False, "triton.enable_pdl": False}
+_PATCHES = {"triton.cudagraphs": False, "freezing": False}
 
 
 def start_compile_workers() -> None:
@@ -49,6 +49,8 @@ def inductor_tunes_products() -> bool:
 def compile_segment(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Callable[..., Any]:
     """Compile one segment for dynamic sizes. The result takes `*inputs` and returns a sequence.
 
+    Its kernels start while the ones before them end (Note [Waiting first]).
+
     Raises:
         torch's own compile errors; Dynamo's restart exceptions pass through.
     """
@@ -56,43 +58,45 @@ def compile_segment(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Ca
         return uncompiled(gm)
     if compiler == "aot_eager":
         return torch._dynamo.lookup_backend("aot_eager")(gm, list(inputs))
-    from torch._inductor import standalone_compile
-
     has_outputs = bool(next(iter(reversed(gm.graph.nodes))).args[0])
     source: Any = "from_graph" if has_outputs else "from_tracing_context"
-    return standalone_compile(gm, list(inputs), dynamic_shapes=source, options={"config_patches": _PATCHES})
+    return _standalone(gm, inputs, source, {})
 
 
-def compile_exact(
-    gm: GraphModule, inputs: Sequence[Tensor], *, dependent_launches: bool = False
-) -> Callable[..., Any]:
-    """Compile one segment for exactly the sizes of `inputs` (real tensors), with kernels tuned by trying.
-
-    Args:
-        dependent_launches: let kernels start while the one before them ends (Hopper and later); they wait for
-            it before they touch memory.
-    """
-    from torch._inductor import config, standalone_compile
-
+def compile_exact(gm: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """Compile one segment for exactly the sizes of `inputs` (real tensors), with kernels tuned by trying."""
     wanted = {
         "coordinate_descent_tuning": True,
         "combo_kernels": True,  # what several small kernels would do side by side, in one
-        "triton.enable_pdl": dependent_launches,
-        # Inductor's cache must not give us kernels that it made without `kernels_wait_first`: another key.
-        "kernel_name_max_ops": 11,
     }
-    patches = _PATCHES | {name: value for name, value in wanted.items() if _has_option(config, name)}
-    options = {"config_patches": patches}
+    return _standalone(gm, inputs, "from_example_inputs", wanted)
+
+
+def _standalone(
+    gm: GraphModule, inputs: Sequence[Any], shapes: Any, wanted: Mapping[str, Any]
+) -> Callable[..., Any]:
+    from torch._inductor import config, standalone_compile
+
+    # A kernel of the user's in it may not wait.
+    dependent = {"triton.enable_pdl": not any(is_higher_order(node.target) for node in gm.graph.nodes)}
+    # Inductor's cache must not give us kernels that it made without `kernels_wait_first`: another key.
+    asked = {**_PATCHES, **wanted, **dependent, "kernel_name_max_ops": 11}
+    patches = {name: value for name, value in asked.items() if _has_option(config, name)}
     with kernels_wait_first():
-        return standalone_compile(gm, list(inputs), dynamic_shapes="from_example_inputs", options=options)
+        return standalone_compile(
+            gm, list(inputs), dynamic_shapes=shapes, options={"config_patches": patches}
+        )
 
 
 @contextmanager
 def kernels_wait_first() -> Iterator[None]:
     """Triton kernels that Inductor makes for dependent launches begin with their wait.
 
-    Inductor has them wait where they first read results of the kernel before. That is never if they read
-    none, and too late if they overwrite memory that the kernel before still reads.
+    Note [Waiting first]
+    On Hopper and later a kernel may be launched as a dependent of the one before. It is resident when that
+    one ends, and waits for it before it touches memory (kernels/dependent.py). Inductor has its kernels wait
+    where they first read results of the kernel before. That is never if they read none, and too late if they
+    overwrite memory that the kernel before still reads.
     """
     from torch._inductor.codegen import triton
 

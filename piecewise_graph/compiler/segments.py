@@ -13,8 +13,8 @@ from torch.fx import GraphModule
 
 from piecewise_graph import _torch
 from piecewise_graph.analysis import SegmentFacts
+from piecewise_graph.compiler.choosing_linears import choosing_linears
 from piecewise_graph.compiler.disk_cache import Folder, Made, is_filled, load_or_compile
-from piecewise_graph.compiler.one_row_linears import choosing_linears
 from piecewise_graph.compiler.segment_key import (
     Conditions,
     Key,

@@ -1,15 +1,9 @@
 """Code for the exact size of a bucket (option `specialize`).
 
 A segment is compiled once for all sizes. At one small size faster code is possible: Inductor knows every
-shape, tunes its kernels by trying (coordinate descent), and starts each kernel while the one before it ends
-(programmatic dependent launch, Hopper). A linear of few rows mostly reads its weight; whether cuBLAS,
-Inductor or one of our kernels does that fastest is measured per shape (linear_choice.py). All that takes
-seconds per size and distinct segment, so it is an option.
-
-Dependent launches: a kernel must not touch memory before the kernel it depends on is done, and starts its own
-dependents only then. Our kernels do that (kernels/dependent.py), Inductor's are made to
-(_torch.kernels_wait_first). A Triton kernel of the user's may not, so a segment that holds one is compiled
-without dependent launches.
+shape and tunes its kernels by trying (coordinate descent). A linear of few rows mostly reads its weight;
+whether cuBLAS, Inductor or one of our kernels does that fastest is measured per shape (linear_choice.py). All
+that takes seconds per size and distinct segment, so it is an option.
 
 The same answers: such code is another compile of the same graph. Before it serves, it runs beside the code
 for all sizes on random inputs, and both must agree within rounding. Code that disagrees, or does not compile,
@@ -120,9 +114,7 @@ def _compile(
         drop_copies(exact.graph)
         linears = _choose_linears(exact, tensors, cache_dir, handicaps)
         if linears not in made:
-            foreign = any(_torch.is_higher_order(node.target) for node in exact.graph.nodes)
-            run = _torch.compile_exact(exact, tensors, dependent_launches=not foreign)
-            made[linears] = partial(_run_on, run, kept)
+            made[linears] = partial(_run_on, _torch.compile_exact(exact, tensors), kept)
     times = {w: graph_microseconds(partial(run, *given)) if len(made) > 1 else 0.0 for w, run in made.items()}
     fastest = min(times, key=times.__getitem__)
     return made[fastest], fastest

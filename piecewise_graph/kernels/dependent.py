@@ -5,9 +5,8 @@ A decode step is a chain of short kernels, and the memory idles while one ends a
 launched as a dependent of the one before (Hopper's programmatic dependent launch) is resident already when
 that one ends. It may read the results of the kernel before only after it has waited, and every program waits.
 So a kernel is done only after the one before it, and whoever waits for it relies on all kernels before. That
-is why its own dependents may start at once: they wait too. Inductor's kernels are made to, in code for one
-size; in code for all sizes they are no dependents. A captured graph keeps such a launch as a programmatic
-edge.
+is why its own dependents may start at once: they wait too. Inductor's kernels are made to
+(_torch.kernels_wait_first). A captured graph keeps such a launch as a programmatic edge.
 """
 
 import triton

@@ -48,7 +48,7 @@ def merge_linears(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[Graph
     given = dict(zip(placeholders, example_inputs, strict=True))
     weights = {node: value for node, value in given.items() if _is_weight(node, value)}
     merging = _Merging(weights)
-    for group in _groups(gm, weights):
+    for group in parallel_linears(gm, weights):
         merging.add(group)
     layouts = list(dict.fromkeys(nodes for group in merging.groups for nodes in group.layouts))
     merge = Merge(
@@ -64,7 +64,7 @@ def merge_linears(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[Graph
 
 
 @dataclass
-class _Group:
+class Group:
     """Linears of one input in one region, in program order.
 
     Attributes:
@@ -80,16 +80,20 @@ class _Group:
         return [tuple(nodes) for nodes in (self.weights, self.biases) if nodes]
 
 
-def _groups(gm: GraphModule, weights: Mapping[Node, Tensor]) -> list[_Group]:
-    """All groups of at least two linears."""
-    found: dict[tuple[Any, ...], _Group] = {}
+def parallel_linears(gm: GraphModule, weights: Mapping[Node, Tensor]) -> list[Group]:
+    """Linears that may run where the first of them stands: all groups of at least two.
+
+    Args:
+        weights: the placeholders that may be their weights and biases.
+    """
+    found: dict[tuple[Any, ...], Group] = {}
     region = 0
     for node in gm.graph.nodes:
         region += _ends_region(node)
         x, weight, bias = linear_operands(node)
         kind = _kind(weight, weights, 2), bias is not None and _kind(bias, weights, 1)
         if isinstance(x, Node) and None not in kind:
-            group = found.setdefault((x, region, kind), _Group())
+            group = found.setdefault((x, region, kind), Group())
             group.linears.append(node)
             group.weights.append(weight)
             group.biases += [] if bias is None else [bias]
@@ -125,11 +129,11 @@ class _Merging:
     def __init__(self, weights: Mapping[Node, Tensor]) -> None:
         self.weights = weights
         self.layout_of: dict[Node, _Nodes] = {}
-        self.groups: list[_Group] = []
+        self.groups: list[Group] = []
         self.apart: Counter[str] = Counter()
         self.moved = False
 
-    def add(self, group: _Group) -> None:
+    def add(self, group: Group) -> None:
         """Merge the weights of a group, or count the reason against it."""
         reason = self._obstacle(group) or self._join(group)
         if reason is not None:
@@ -139,7 +143,7 @@ class _Merging:
         self.groups.append(group)
         self.layout_of.update((node, nodes) for nodes in group.layouts for node in nodes)
 
-    def _obstacle(self, group: _Group) -> str | None:
+    def _obstacle(self, group: Group) -> str | None:
         for nodes in group.layouts:
             known = {self.layout_of.get(node) for node in nodes}
             if len(set(nodes)) < len(nodes) or known not in ({None}, {nodes}):
@@ -151,7 +155,7 @@ class _Merging:
         plain = all(_is_plain(_torch.example_value(node)) for node in group.linears)
         return None if plain else "strided_output"
 
-    def _join(self, group: _Group) -> str | None:
+    def _join(self, group: Group) -> str | None:
         for members in [[self.weights[node] for node in nodes] for nodes in group.layouts]:
             self.moved |= members[0].is_cuda and side_by_side(members) is None
             merged = joined(members)
@@ -189,7 +193,7 @@ def _module_name(node: Node) -> str:
     return _name(node).split(".")[-2:][0]
 
 
-def _rewritten(gm: GraphModule, groups: Sequence[_Group], layouts: Sequence[_Nodes]) -> GraphModule:
+def _rewritten(gm: GraphModule, groups: Sequence[Group], layouts: Sequence[_Nodes]) -> GraphModule:
     """A copy of the graph with merged linears; its nodes keep what Dynamo knows about them."""
     (graph, copies), mode = copied(gm), _torch.fake_mode_of(gm)
     with mode:  # type: ignore[union-attr]  # a graph with weights has one
@@ -213,7 +217,7 @@ def _placeholders(graph: Graph, layouts: Sequence[_Nodes]) -> Iterator[Node]:
         yield last
 
 
-def _merge(graph: Graph, group: _Group, members: Sequence[Node], merged: Mapping[_Nodes, Node]) -> None:
+def _merge(graph: Graph, group: Group, members: Sequence[Node], merged: Mapping[_Nodes, Node]) -> None:
     """Replace `members`, the linears of `group`, by one and copies of its columns."""
     first = members[0]
     value, rows = _torch.example_value(first), [len(_torch.example_value(node)) for node in group.weights]

@@ -6,8 +6,8 @@ from piecewise_graph.kernels.linear.kernel_configs import (
 )
 from piecewise_graph.kernels.linear.linear_op import (
     DTYPES as DTYPES,
-    linear as linear,
     linear_few as linear_few,
+    linears as linears,
 )
 
-__all__ = ["DTYPES", "MAX_TOKENS", "KernelConfig", "linear", "linear_few"]
+__all__ = ["DTYPES", "MAX_TOKENS", "KernelConfig", "linear_few", "linears"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_TOKENS = 64
@@ -46,15 +47,18 @@ def candidates(tokens: int, rows: int, columns: int) -> list[KernelConfig]:
     return [c for c in fitting if c.splits == 1 or rows // c.block_n * c.splits <= 16384]
 
 
-def usual_config(rows: int, columns: int) -> KernelConfig | None:
-    """What is fastest for one token, as measured on an H100; None where no block divides the weight."""
-    if columns % 2048 == 0 and (columns > 2048 or rows < 2048):
-        blocks = 1, 2048
-    elif columns % 1024 == 0:
-        blocks = 2, 1024
-    else:
-        blocks = 2 if rows >= 8192 else 1, 512
-    return KernelConfig(*blocks, 1, 4, 1) if rows % blocks[0] == columns % blocks[1] == 0 else None
+def usual_config(tokens: int, rows: Sequence[int], columns: int) -> KernelConfig | None:
+    """What is fastest for weights `[rows[i], columns]`, as measured on an H100; None: the library's kernel.
+
+    Blocks divide the columns, and there are enough of them to occupy the device.
+    """
+    if tokens == 1 and min(rows) > 1 and columns % 512 == 0:
+        wide = columns > 2048 and columns % 2048 == 0
+        block_k = 2048 if wide else 1024 if columns % 1024 == 0 else 512
+        return KernelConfig(2, block_k, 1, 8 if wide else 4, 1)
+    if columns % 128 or sum(rows) < 512:
+        return None
+    return KernelConfig(64, 128, 1, 4, 7 if tokens <= 16 else 5)
 
 
 def is_config(text: str) -> bool:

@@ -1,6 +1,6 @@
 """Linear layers of a few rows as ops: by a chosen kernel, or by what usually is the fastest one.
 
-`piecewise::linear_few` is for code of exact sizes, `piecewise::linear` for code of all sizes.
+`piecewise::linear_few` is for code of exact sizes, `piecewise::linears` for code of all sizes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from piecewise_graph.kernels.launch import dependent_launches, interpreted, kernels_serve
-from piecewise_graph.kernels.linear.kernel_configs import KernelConfig, usual_config
+from piecewise_graph.kernels.linear.kernel_configs import MAX_TOKENS, KernelConfig, usual_config
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
 _library.define("linear_few(Tensor x, Tensor weight, Tensor? bias, int[] config) -> Tensor")
-_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.define("linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
 DTYPES = (torch.bfloat16, torch.float16)  # of x and weight alike, that the kernels take
 
 
@@ -56,7 +56,7 @@ def _linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int
         return reference(x, weight, bias, config)
     from piecewise_graph.kernels.linear import linear_launch
 
-    return linear_launch.linear_few(x, weight, bias, KernelConfig(*config))
+    return linear_launch.linears_few(x, [weight], [bias], KernelConfig(*config))[0]
 
 
 _library.impl("linear_few", _linear_few, "CompositeExplicitAutograd")
@@ -70,44 +70,52 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int]) -> Tens
     return x.new_empty([KernelConfig(*config).splits, *shape], dtype=torch.float32)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`torch.nn.functional.linear(x, weight, bias)`, by one of our kernels where that is faster.
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """`torch.nn.functional.linear` of one input and each weight, by our kernels where they are faster.
 
-    That is so for one row, on Hopper: cuBLAS has tiles made for more rows, and starts when the kernel before
-    has ended.
+    That is so up to 64 rows, on Hopper: cuBLAS launches a kernel per weight, and starts it when the kernel
+    before has ended.
 
     Args:
         x: `[..., columns]`.
-        weight: `[rows, columns]`, dtype of x.
-        bias: `[rows]` or None.
+        weights: each `[rows, columns]`, dtype of x.
+        biases: one per weight, `[rows]` or None.
 
     Returns:
-        `[..., rows]`, contiguous, in x's dtype.
+        `[..., rows]` for each weight, contiguous, in x's dtype. No two share memory.
     """
-    return torch.ops.piecewise.linear(x, weight, bias)
+    return torch.ops.piecewise.linears(x, list(weights), list(biases))
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    config = usual_config(*weight.shape) if _is_one_row(x, weight, bias) else None
+def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    config = _config(x, weights, biases)
     if config is None:
-        return functional.linear(x, weight, bias)
+        return [functional.linear(x, *operands) for operands in zip(weights, biases, strict=True)]
     from piecewise_graph.kernels.linear import linear_launch
 
-    return linear_launch.linear_few(x, weight, bias, config)
+    return linear_launch.linears_few(x, weights, biases, config)
 
 
-def _is_one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """And of what the kernel reads. Whatever else there is, torch computes or refuses it."""
-    if not (dependent_launches(x.device) or interpreted()):
-        return False
-    same = x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype)
-    fits = x.shape[-1] == weight.shape[1] == x.numel() > 0 and weight.is_contiguous()
-    return fits and same and x.dtype in DTYPES and (bias is None or bias.shape == weight.shape[:1])
+def _config(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> KernelConfig | None:
+    """Blocks for operands that our kernels read. Whatever else there is, torch computes or refuses it."""
+    columns = x.shape[-1] if x.dim() else 0
+    served = x.dtype in DTYPES and (dependent_launches(x.device) or interpreted())
+    if not served or not columns or not 0 < x.numel() <= MAX_TOKENS * columns:
+        return None
+    rows = []
+    for weight, bias in zip(weights, biases, strict=True):
+        fits = weight.dtype == x.dtype and weight.shape[1:] == x.shape[-1:] and weight.is_contiguous()
+        if not fits or (bias is None) != (biases[0] is None):
+            return None
+        if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
+            return None
+        rows.append(weight.shape[0])
+    return usual_config(x.numel() // columns, rows, columns)
 
 
-_library.impl("linear", _linear, "CompositeExplicitAutograd")
+_library.impl("linears", _linears, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("piecewise::linear", lib=_library)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty([*x.shape[:-1], weight.shape[0]])
+@torch.library.register_fake("piecewise::linears", lib=_library)
+def _(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    return [x.new_empty([*x.shape[:-1], weight.shape[0]]) for weight in weights]

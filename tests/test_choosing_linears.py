@@ -14,7 +14,9 @@ from torch.fx import Graph, GraphModule
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
-from piecewise_graph.compiler.one_row_linears import choosing_linears
+from piecewise_graph.compiler.choosing_linears import choosing_linears
+
+OP = torch.ops.piecewise.linears.default
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -37,10 +39,32 @@ def test_only_matrices_on_a_gpu_are_chosen_for(dtype: torch.dtype) -> None:
         if device == "cpu" or dtype == torch.float32:
             assert made is gm
             continue
-        names = [tuple(getattr(arg, "name", None) for arg in args) for _, args, _ in ops]
-        assert names == [("x", "weight", "bias"), (called.name, "weight", None)]
-        assert {target for target, _, _ in ops} == {torch.ops.piecewise.linear.default}
+        calls = [str(args) for target, args, _ in ops if target is OP]
+        assert calls == ["(x, (weight,), (bias,))", "(getitem, (weight,), (None,))"]
         assert all(not kwargs for _, _, kwargs in ops) and called.target is functional.linear
+
+
+@pytest.mark.parametrize("between", ["", "write"])
+def test_linears_of_one_input_are_one_call(between: str) -> None:
+    graph = Graph()
+    x, q, k, v, bias = map(graph.placeholder, ("x", "q", "k", "v", "bias"))
+    for node, shape in zip((x, q, k, v, bias), ((4, 16), (16, 16), (8, 16), (8, 16), (8,)), strict=True):
+        node.meta["example_value"] = _empty(*shape)
+    first = graph.call_function(functional.linear, (x, q))
+    scaled = graph.call_function(torch.mul, (k, 2))  # a weight that is computed, after the first linear
+    scaled.meta["example_value"] = _empty(8, 16)
+    if between == "write":
+        graph.call_method("add_", (x, 1))
+    others = [(k, None), (scaled, None), (v, bias)]
+    linears = [first, *(graph.call_function(functional.linear, (x, w, b)) for w, b in others)]
+    graph.output(tuple(linears))
+    made = choosing_linears(GraphModule({}, graph))
+    calls = [str(node.args) for node in made.graph.nodes if node.target is OP]
+    together = (
+        ["(x, (q, k), (None, None))"] if between != "write" else ["(x, (q,), (None,))", "(x, (k,), (None,))"]
+    )
+    assert calls == [*together, "(x, (mul,), (None,))", "(x, (v,), (bias,))"]
+    made.graph.lint()
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

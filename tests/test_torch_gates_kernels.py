@@ -1,0 +1,67 @@
+"""Gates to what Inductor makes of a segment: code for exact sizes, kernels that are dependents."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from piecewise_graph import _torch
+
+
+def small_graph() -> GraphModule:
+    graph = torch.fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    scaled = graph.call_method("mul", (x, 2.0))
+    graph.output((graph.call_function(torch.nn.functional.linear, (scaled, weight)),))
+    return GraphModule({}, graph)
+
+
+def test_code_for_exact_sizes_computes_the_same() -> None:
+    gm, x, weight = small_graph(), torch.randn(3, 8), torch.nn.Parameter(torch.randn(4, 8))
+    with torch.no_grad():
+        run = _torch.compile_exact(gm, [x, weight])
+        for _ in range(2):
+            x = torch.randn(3, 8)
+            torch.testing.assert_close(run(x, weight)[0], gm(x, weight)[0])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_kernels_are_dependents_unless_one_is_of_the_user(
+    exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[bool]()
+
+    def standalone_compile(*args: Any, options: Any, **others: Any) -> None:
+        asked.append(options["config_patches"]["triton.enable_pdl"])
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", standalone_compile)
+    gm = small_graph()
+    compile_ = _torch.compile_exact if exact else partial(_torch.compile_segment, compiler="inductor")
+    compile_(gm, [])
+    with gm.graph.inserting_before(next(reversed(gm.graph.nodes))):
+        gm.graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_mutation, ())
+    compile_(gm, [])
+    assert asked == [True, False]
+
+
+def test_kernels_wait_first_only_inside_of_the_block() -> None:
+    """test_closed_holes.py looks at the generated code."""
+    from torch._inductor.codegen.triton import TritonKernel
+
+    theirs = TritonKernel._filter_pdl
+    with _torch.kernels_wait_first():
+        assert TritonKernel._filter_pdl is not theirs
+        assert TritonKernel.GDC_WAIT != TritonKernel.GDC_LAUNCH
+    assert TritonKernel._filter_pdl is theirs
+
+
+def test_propagation_gives_every_node_its_fake_value() -> None:
+    gm = small_graph()
+    _torch.propagate(gm, [torch.randn(3, 8), torch.randn(4, 8)])
+    values = [_torch.example_value(node) for node in gm.graph.nodes if node.op != "output"]
+    assert [tuple(value.shape) for value in values] == [(3, 8), (4, 8), (3, 8), (3, 4)]
+    assert all(isinstance(value, torch._subclasses.FakeTensor) for value in values)
