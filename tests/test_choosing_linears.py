@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._inductor import config
 from torch._subclasses import FakeTensorMode
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -65,6 +66,49 @@ def test_linears_of_one_input_are_one_call(between: str) -> None:
     )
     assert calls == [*together, "(x, (mul,), (None,))", "(x, (v,), (bias,))"]
     made.graph.lint()
+
+
+def _product(graph: Graph, gate: Node, up: Node, swapped: bool = False) -> Node:
+    silu = graph.call_function(functional.silu, (gate,), {"inplace": False})
+    return graph.call_function(operator.mul, (up, silu) if swapped else (silu, up))
+
+
+def _swiglu_graph(case: str) -> GraphModule:
+    graph = Graph()
+    x, first, second, b = map(graph.placeholder, ("x", "first", "second", "b"))
+    rows = {"halves": 16, "odd halves": 16, "other rows": 1}.get(case, 8)
+    for node, shape in zip((x, first, second, b), ((4, 6), (rows, 6), (8, 6), (rows,)), strict=True):
+        node.meta["example_value"] = _empty(*shape)
+    bias = b if "halves" in case or case == "bias" else None
+    gate = graph.call_function(functional.linear, (x, first, bias))
+    others: list[Node] = []
+    if "halves" in case:
+        middle = 8 if case == "halves" else 7
+        parts = (..., slice(None, middle)), (..., slice(middle, 14 if middle == 7 else None))
+        gate, up = (graph.call_function(operator.getitem, (gate, part)) for part in parts)
+    else:
+        up = graph.call_function(functional.linear, (x, second, bias))
+        others = [gate] if case == "read elsewhere" else []
+    graph.output((_product(graph, gate, up, swapped=case == "swapped"), *others))
+    return GraphModule({}, graph)
+
+
+GATED = ["plain", "swapped", "bias", "halves"]
+
+
+@pytest.mark.parametrize("case", [*GATED, "read elsewhere", "odd halves", "other rows"])
+def test_a_gated_product_is_one_call(case: str) -> None:
+    gm = _swiglu_graph(case)
+    made = choosing_linears(gm)
+    targets = [node.target for node in made.graph.nodes if node.op == "call_function"]
+    assert (torch.ops.piecewise.swiglu.default in targets) == (case in GATED)
+    assert (functional.silu in targets) == (case not in GATED)
+    assert functional.linear not in targets
+    made.graph.lint()
+    shapes = [node.meta["example_value"].shape for node in gm.graph.nodes if node.op == "placeholder"]
+    given = [torch.randn(shape) for shape in shapes]
+    for found, expected in zip(made(*given), gm(*given), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

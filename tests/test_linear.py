@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import piecewise_graph as pg
-from piecewise_graph.compiler import linear_choice
-from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig, linear_few, linears
+from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig, linear_few, linears, swiglu
 from piecewise_graph.kernels.linear.kernel_configs import candidates, is_config, usual_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,6 +57,7 @@ PLANS = st.builds(
     splits=st.sampled_from([1, 2, 4]),
     warps=st.just(4),
     stages=st.sampled_from([1, 3]),
+    parts=st.sampled_from([1, 2]),
 )
 
 
@@ -159,6 +157,42 @@ class TestChoosing:
                     got.double(), expected, rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype]
                 )
 
+    @EXAMPLES
+    @given(
+        st.integers(0, 70),
+        st.sampled_from([1, 2, 17, 64, 512, 520]),
+        st.sampled_from([24, 128, 512, 1024, 1152, 2048]),
+        st.booleans(),
+        st.sampled_from([*DTYPES, torch.float32]),
+    )
+    def test_swiglu(self, tokens: int, rows: int, columns: int, bias: bool, dtype: torch.dtype) -> None:
+        """As exact as the unfused one at least, against float64."""
+        x, gate, b0 = operands(tokens, rows, columns, dtype)
+        _, up, b1 = operands(1, rows, columns, dtype, 1)
+        biases = [b0, b1] if bias else [None, None]
+
+        def unfused(dtype: torch.dtype) -> Tensor:
+            g, u = (
+                functional.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
+                for w, b in zip((gate, up), biases, strict=True)
+            )
+            return functional.silu(g) * u
+
+        for each in (x, x[None], torch.stack([x, x], 1)[:, 0]):
+            found = swiglu(each, [gate, up], biases)
+            assert found.dtype == dtype and found.is_contiguous() and found.shape == (*each.shape[:-1], rows)
+            expected = unfused(torch.float64)
+            if tokens and dtype != torch.float32:
+                error, theirs = ((y.double() - expected).abs().max() for y in (found, unfused(dtype)))
+                assert error <= 1.5 * theirs + 1e-3
+            torch.testing.assert_close(found.double().view_as(expected), expected, rtol=3e-2, atol=6e-2)
+
+    def test_a_swiglu_of_other_shapes_is_torchs(self) -> None:
+        x, gate, _ = operands(3, 512, 512, DTYPES[0])
+        with pytest.raises(RuntimeError):
+            swiglu(x, [gate, gate[:64]], [None, None])
+        assert swiglu(x, [gate, gate[:1]], [None, None]).shape == (3, 512)
+
     @pytest.mark.parametrize("bias", [(), (1,), (1, 512)])
     def test_a_bias_of_another_shape_is_spread(self, bias: tuple[int, ...]) -> None:
         x, weight, _ = operands(1, 512, 512, DTYPES[0])
@@ -232,19 +266,24 @@ def test_opcheck(plan: list[int]) -> None:
     x, weight, bias = operands(3, 32, 64, DTYPES[0])
     for b in (None, bias):
         torch.library.opcheck(torch.ops.piecewise.linear_few.default, (x, weight, b, plan))
+        torch.library.opcheck(torch.ops.piecewise.swiglu.default, (x, [weight, weight], [b, b]))
         torch.library.opcheck(torch.ops.piecewise.linears.default, (x, [weight, weight], [b, b]))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [
-        ("one_row", (1, 2048, 1, 1)),
-        ("one_row", (2, 512, 4, 1)),
-        ("few_rows", (64, 128, 1, 16)),
+        ("one_row", (2, 2048, 1, 1, 1)),
+        ("one_row", (2, 512, 4, 1, 1)),
+        ("few_rows", (64, 128, 1, 1, 16)),
+        ("few_rows", (16, 128, 1, 4, 32)),
     ],
 )
-def test_dependent_kernels_wait_before_they_touch_memory(name: str, blocks: tuple[int, ...]) -> None:
+def test_dependent_kernels_wait_before_they_touch_memory(
+    name: str, blocks: tuple[int, ...], gated: bool
+) -> None:
     """In code for Hopper, which compiles without one. Only lines of the weight are asked for before.
 
     And they read as many bytes at a time as there are: rows are aligned as the first one is.
@@ -253,7 +292,7 @@ def test_dependent_kernels_wait_before_they_touch_memory(name: str, blocks: tupl
     from piecewise_graph.kernels.linear import linear_kernels
 
     kernel = getattr(linear_kernels, name)
-    constants = dict(zip(kernel.arg_names[15:], (*blocks, True, False, True), strict=True))
+    constants = dict(zip(kernel.arg_names[15:], (*blocks, True, False, gated, True), strict=True))
     types = ["*bf16"] * 10 + ["i32"] * 5 + ["constexpr"] * len(constants)
     aligned = {(index,): [["tt.divisibility", 16]] for index in range(10)}
     source = triton.compiler.ASTSource(
@@ -275,52 +314,3 @@ def test_candidates_fit_and_are_known_by_name(tokens: int, rows: int, columns: i
         assert tokens <= MAX_TOKENS and plan.block_n <= rows and plan.block_k * plan.splits <= columns
         assert is_config(" ".join(map(str, plan)))
     assert not is_config("1 2 3") and not is_config("") and not is_config("library")
-
-
-@pytest.mark.gpu
-class TestMeasuring:
-    def test_the_choice_is_remembered_and_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        _, weight, _ = operands(1, 512, 1024, torch.bfloat16)
-        monkeypatch.setattr(linear_choice, "_measured", {})
-        first = linear_choice.choose(2, weight, None, str(tmp_path))
-        assert first is not None and "library" in first and min(first.values()) > 0
-        monkeypatch.setattr(linear_choice, "_measured", {})
-        monkeypatch.setattr(linear_choice.tuning, "fastest", None)  # nothing is measured again
-        assert linear_choice.choose(2, weight, None, str(tmp_path)) == first
-        assert linear_choice.choose(2, weight, None, None) == first
-
-    @pytest.mark.parametrize(
-        "content", ["", "[]", '{"times": {"library": "x"}}', '{"times": {"rm -rf": 1.0}}', "\x00"]
-    )
-    def test_a_bad_file_costs_a_measurement(
-        self, content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        _, weight, _ = operands(1, 512, 1024, torch.bfloat16)
-        monkeypatch.setattr(linear_choice, "_measured", {})
-        linear_choice.choose(2, weight, None, str(tmp_path))
-        (file,) = tmp_path.glob("*.linear")
-        file.write_text(content)
-        monkeypatch.setattr(linear_choice, "_measured", {})
-        assert linear_choice.choose(2, weight, None, str(tmp_path)) is not None
-        assert "library" in json.loads(file.read_text())["times"]
-
-
-def test_nothing_is_measured_on_a_cpu() -> None:
-    assert linear_choice.choose(1, torch.zeros(4, 4), None, None) is None
-
-
-def test_handicaps_decide_close_calls_only() -> None:
-    kernels_first, others_first = linear_choice.PREFERENCES
-    close = {"library": 10.0, "generated": 9.9, "1 512 1 4 1": 10.1}
-    assert linear_choice.preferred(close, kernels_first) == "1 512 1 4 1"
-    assert linear_choice.preferred(close, others_first) == "generated"
-    clear = {"library": 10.0, "generated": 20.0, "1 512 1 4 1": 12.0}
-    assert {linear_choice.preferred(clear, handicaps) for handicaps in linear_choice.PREFERENCES} == {
-        "library"
-    }
-
-
-def test_a_way_names_what_the_op_takes() -> None:
-    assert linear_choice.config_of("generated") is None
-    assert linear_choice.config_of("library") == []
-    assert linear_choice.config_of("1 512 4 8 1") == [1, 512, 4, 8, 1]

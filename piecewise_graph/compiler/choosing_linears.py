@@ -1,18 +1,20 @@
 """Code for all sizes whose linears choose their kernel at each call.
 
-Inductor leaves a linear of a varying number of rows to cuBLAS, which is slow where there are few. The op
-`piecewise::linears` looks at the rows it gets. When a bucket is captured, what it chose is part of the graph.
-Linears of one input are one call of the op.
+Inductor leaves a linear of a varying number of rows to cuBLAS, which is slow where there are few. The ops
+`piecewise::linears` and `piecewise::swiglu` look at the rows they get. When a bucket is captured, what they
+chose is part of the graph. Linears of one input are one call. Where `silu` of the one is multiplied by the
+other, and nothing else reads them, that is part of the call.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.nn import functional
 
 from piecewise_graph import _torch
 from piecewise_graph.kernels.launch import kernels_serve
@@ -43,16 +45,90 @@ def _grouped(gm: GraphModule, linears: list[Node]) -> list[list[Node]]:
 
 
 def _replace(graph: Graph, linears: list[Node]) -> None:
-    operands = [linear_operands(node) for node in linears]
-    xs, weights, biases = zip(*operands, strict=True)
-    with graph.inserting_before(linears[0]):
-        made = graph.call_function(torch.ops.piecewise.linears.default, (xs[0], weights, biases))
-        for index, linear in enumerate(linears):
-            result = graph.call_function(operator.getitem, (made, index))
-            result.meta = dict(linear.meta)
-            linear.replace_all_uses_with(result)
-    for linear in linears:
-        graph.erase_node(linear)
+    """Calls of the ops where the first of some linears of one input stands."""
+    first, left = linears[0], list(linears)
+    with graph.inserting_before(first):
+        for linear in linears:
+            gated = _gated(linear, left)
+            if gated is not None:
+                call = graph.call_function(torch.ops.piecewise.swiglu.default, _halved(graph, gated.linears))
+                _stand_in(call, gated.product)
+                left = [node for node in left if node not in gated.linears]
+        if left:
+            xs, weights, biases = zip(*map(linear_operands, left), strict=True)
+            call = graph.call_function(torch.ops.piecewise.linears.default, (xs[0], weights, biases))
+            for index, linear in enumerate(left):
+                _stand_in(graph.call_function(operator.getitem, (call, index)), linear)
+    for linear in reversed(linears):
+        _erase(graph, linear)
+
+
+def _stand_in(made: Node, node: Node) -> None:
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+
+
+def _erase(graph: Graph, node: Node) -> None:
+    """It, and what reads it: nothing that is left reads those."""
+    for user in list(node.users):
+        _erase(graph, user)
+    graph.erase_node(node)
+
+
+class _Gated(NamedTuple):
+    """`silu(gate) * up`: the linears of gate and up, or the one whose halves they are."""
+
+    product: Node
+    linears: tuple[Node, ...]
+
+
+def _gated(linear: Node, group: list[Node]) -> _Gated | None:
+    """Where `linear` is the gate, or has it for a half, and nothing else reads it or `up`."""
+    halves = _halves(linear)
+    silu = _only_user(halves[0] if halves else linear)
+    product = silu and _only_user(silu)
+    if not (silu and product) or silu.target is not functional.silu or product.target is not operator.mul:
+        return None
+    up = next((arg for arg in product.args if isinstance(arg, Node) and arg is not silu), None)
+    if up is None or _only_user(up) is not product:
+        return None
+    if halves:
+        return _Gated(product, (linear,)) if up is halves[1] else None
+    alike = up in group and len(set(map(_rows, (linear, up)))) == 1
+    return _Gated(product, (linear, up)) if alike else None
+
+
+def _halves(linear: Node) -> list[Node]:
+    """What reads `linear`, if that is its first half and its second one, in this order."""
+    middle = _rows(linear) // 2
+    parts = [(..., slice(None, middle, None)), (..., slice(middle, None, None))]
+    by_part = {repr(user.args[1]): user for user in linear.users if user.target is operator.getitem}
+    found = [by_part[repr(part)] for part in parts if repr(part) in by_part]
+    return found if len(found) == len(linear.users) == 2 and _rows(linear) == 2 * middle else []
+
+
+def _halved(graph: Graph, linears: tuple[Node, ...]) -> tuple[Any, Any, Any]:
+    """Input, weights and biases of gate and up."""
+    xs, weights, biases = zip(*map(linear_operands, linears), strict=True)
+    if len(linears) == 2:
+        return xs[0], weights, biases
+    middle = _rows(linears[0]) // 2
+    parts = slice(None, middle), slice(middle, None)
+
+    def cut(operand: Node | None) -> tuple[Node | None, ...]:
+        if operand is None:
+            return None, None
+        return tuple(graph.call_function(operator.getitem, (operand, part)) for part in parts)
+
+    return xs[0], cut(weights[0]), cut(biases[0])
+
+
+def _rows(linear: Node) -> int:
+    return int(_torch.example_value(linear_operands(linear)[1]).shape[0])
+
+
+def _only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _is_about_others(node: Node) -> bool:

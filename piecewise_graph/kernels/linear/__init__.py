@@ -8,6 +8,7 @@ from piecewise_graph.kernels.linear.linear_op import (
     DTYPES as DTYPES,
     linear_few as linear_few,
     linears as linears,
+    swiglu as swiglu,
 )
 
-__all__ = ["DTYPES", "MAX_TOKENS", "KernelConfig", "linear_few", "linears"]
+__all__ = ["DTYPES", "MAX_TOKENS", "KernelConfig", "linear_few", "linears", "swiglu"]

@@ -13,10 +13,11 @@ class KernelConfig(NamedTuple):
 
     Attributes:
         block_n: rows of the weight per program.
-        block_k: columns per step.
+        block_k: columns per step and part.
         splits: parts into which the columns are cut (Note [Splits are summed by the reader]).
         warps: of 32 threads, per program.
         stages: loads in flight, of the kernel for several tokens.
+        parts: of a step's columns, each for warps of its own; of the kernel for several tokens.
     """
 
     block_n: int
@@ -24,6 +25,7 @@ class KernelConfig(NamedTuple):
     splits: int
     warps: int
     stages: int
+    parts: int = 1
 
     @property
     def name(self) -> str:
@@ -38,27 +40,30 @@ _ONE_ROW += [KernelConfig(1, 512, splits, warps, 1) for splits, warps in ((1, 4)
 _ONE_ROW += [KernelConfig(4, 512, 4, 4, 1)]
 _FEW_ROWS = [KernelConfig(64, 128, splits, 4, s) for splits, s in ((1, 3), (1, 5), (2, 5), (4, 3), (4, 5))]
 _FEW_ROWS += [KernelConfig(128, 128, *rest) for rest in ((1, 8, 3), (1, 4, 5), (2, 4, 5))]
+_FEW_ROWS += [KernelConfig(64, 128, 1, 4, 7), KernelConfig(16, 128, 1, 4, 4, parts=4)]
 
 
 def candidates(tokens: int, rows: int, columns: int) -> list[KernelConfig]:
     """Configurations that can serve `x [tokens, columns]` and `weight [rows, columns]`, likely ones only."""
     known = _ONE_ROW if tokens == 1 else _FEW_ROWS if tokens <= MAX_TOKENS else []
-    fitting = (c for c in known if c.block_k * c.splits <= columns and c.block_n <= rows)
+    fitting = (c for c in known if c.block_k * c.parts * c.splits <= columns and c.block_n <= rows)
     return [c for c in fitting if c.splits == 1 or rows // c.block_n * c.splits <= 16384]
 
 
 def usual_config(tokens: int, rows: Sequence[int], columns: int) -> KernelConfig | None:
-    """What is fastest for weights `[rows[i], columns]`, as measured on an H100; None: the library's kernel.
+    """What is fastest for weights `[rows[i], columns]`, as measured on Hopper; None: the library's kernel.
 
     Blocks divide the columns, and there are enough of them to occupy the device.
     """
     if tokens == 1 and min(rows) > 1 and columns % 512 == 0:
-        wide = columns > 2048 and columns % 2048 == 0
-        block_k = 2048 if wide else 1024 if columns % 1024 == 0 else 512
-        return KernelConfig(2, block_k, 1, 8 if wide else 4, 1)
+        if columns >= 8192 and columns % 2048 == 0:
+            return KernelConfig(2, 2048, 1, 8, 1)
+        return KernelConfig(2, 1024 if columns % 1024 == 0 else 512, 1, 4, 1)
     if columns % 128 or sum(rows) < 512:
         return None
-    return KernelConfig(64, 128, 1, 4, 7 if tokens <= 16 else 5)
+    if sum(rows) <= 2560 and columns % 512 == 0 and tokens <= 32:
+        return KernelConfig(16, 128, 1, 4, 4, parts=4)
+    return KernelConfig(64, 128, 1, 4, 7 if tokens <= 32 else 5)
 
 
 def is_config(text: str) -> bool:

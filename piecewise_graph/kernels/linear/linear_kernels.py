@@ -7,7 +7,9 @@ the result.
 
 Note [Members]
 Linears of one input (q/k/v, gate/up) are computed by one launch: up to three weights, biases and results, and
-as many programs as all of them have blocks. Nothing is moved; a program finds out whose block it has.
+as many programs as all of them have blocks. Nothing is moved; a program finds out whose block it has. If the
+input is GATED, the first two weights are those of a SwiGLU: a block is half of rows of the one and half of
+the same rows of the other, and the program stores the gated product.
 
 Note [Weight first]
 A weight does not depend on the kernel before. Each program asks for the first lines of its rows, then waits.
@@ -31,9 +33,33 @@ def _load(pointers, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _member(w0, w1, w2, b0, b1, b2, out0, out1, out2, rows0, rows1, rows2, BLOCK_N: tl.constexpr):
-    """Note [Members]: weight, bias, result and rows of this program's member, and which block of it."""
-    block = tl.program_id(0)
+def _block(
+    w0,
+    w1,
+    w2,
+    b0,
+    b1,
+    b2,
+    out0,
+    out1,
+    out2,
+    rows0,
+    rows1,
+    rows2,
+    columns,
+    BLOCK_N: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Note [Members]: pointers to a program's rows of weight and bias; where its result begins, and ends.
+
+    Rows past the last one of a weight are the last one again. Their results are not stored.
+    """
+    block, local = tl.program_id(0), tl.arange(0, BLOCK_N)
+    if GATED:
+        first = block * (BLOCK_N // 2)
+        n = tl.minimum(first + local % (BLOCK_N // 2), rows0 - 1).to(tl.int64)
+        is_gate = local < BLOCK_N // 2
+        return tl.where(is_gate, w0, w1) + n * columns, tl.where(is_gate, b0, b1) + n, out0, rows0, first
     weight, bias, out, rows = w0, b0, out0, rows0
     if block >= tl.cdiv(rows0, BLOCK_N):
         block -= tl.cdiv(rows0, BLOCK_N)
@@ -41,16 +67,44 @@ def _member(w0, w1, w2, b0, b1, b2, out0, out1, out2, rows0, rows1, rows2, BLOCK
         if block >= tl.cdiv(rows1, BLOCK_N):
             block -= tl.cdiv(rows1, BLOCK_N)
             weight, bias, out, rows = w2, b2, out2, rows2
-    return weight, bias, out, rows, block
+    n = tl.minimum(block * BLOCK_N + local, rows - 1).to(tl.int64)
+    return weight + n * columns, bias + n, out, rows, block * BLOCK_N
 
 
 @triton.jit
-def _prefetch_and_wait(weight, n, first, rows, columns, DEPENDENT: tl.constexpr):
-    """Note [Weight first]: rows `n` of a program whose part begins at column `first`."""
+def _prefetch_and_wait(row, first, columns, DEPENDENT: tl.constexpr):
+    """Note [Weight first]: of rows `row`, from column `first` on."""
     if DEPENDENT:
         k = tl.minimum(first + tl.arange(0, AHEAD) * LINE, columns - 1)
-        prefetch(weight + tl.minimum(n, rows - 1).to(tl.int64)[:, None] * columns + k[None, :])
+        prefetch(row[:, None] + k[None, :])
     start_dependent(DEPENDENT)
+
+
+@triton.jit
+def _store(
+    total,
+    bias,
+    out,
+    rows,
+    first,
+    tokens,
+    split,
+    BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """`total [BLOCK_N, TOKENS]` and the bias, or what is gated of it, in the result's dtype."""
+    if HAS_BIAS:
+        total += tl.load(bias, mask=split == 0, other=0.0).to(tl.float32)[:, None]
+    n, m = first + tl.arange(0, BLOCK_N // 2 if GATED else BLOCK_N), tl.arange(0, TOKENS)
+    if GATED:
+        pair = tl.reshape(total, (2, BLOCK_N // 2, TOKENS))
+        is_gate = tl.arange(0, 2)[:, None, None] == 0
+        gate, up = tl.sum(tl.where(is_gate, pair, 0.0), 0), tl.sum(tl.where(is_gate, 0.0, pair), 0)
+        total = gate * tl.sigmoid(gate) * up
+    place = out + (split * tokens + m[None, :]) * rows + n[:, None]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(m[None, :] < tokens) & (n[:, None] < rows))
 
 
 @triton.jit(do_not_specialize=["tokens", "rows0", "rows1", "rows2", "columns"])
@@ -73,9 +127,11 @@ def one_row(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
     EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """`out[split, n] = sum over the split's k of x[k] * weight[n, k]`, the bias in the first split.
@@ -83,29 +139,26 @@ def one_row(
     Args:
         x: `[columns]`; weights: `[rows, columns]`; biases: `[rows]`; results: `[SPLITS, rows]`. All are
             contiguous. The grid has programs for one, two or three of the members.
-        tokens, TOKENS: 1 and unused; both kernels are launched alike.
-        EVEN: blocks divide all rows and the columns.
+        tokens, PARTS, TOKENS: 1.
+        EVEN: blocks divide the columns.
+        GATED: one result, `silu(w0 x + b0) * (w1 x + b1)`; one split.
     """
     if EVEN:
         columns = columns // 16 * 16  # which tells Triton that rows are as aligned as the first one
     part = tl.cdiv(columns, SPLITS * BLOCK_K) * BLOCK_K
     split = tl.program_id(1)
-    weight, bias, out, rows, block = _member(
-        w0, w1, w2, b0, b1, b2, out0, out1, out2, rows0, rows1, rows2, BLOCK_N
+    row, bias, out, rows, first = _block(
+        w0, w1, w2, b0, b1, b2, out0, out1, out2, rows0, rows1, rows2, columns, BLOCK_N, GATED
     )
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = weight + n.to(tl.int64)[:, None] * columns
-    _prefetch_and_wait(weight, n, split * part, rows, columns, DEPENDENT)
+    _prefetch_and_wait(row, split * part, columns, DEPENDENT)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for step in range(0, part, BLOCK_K):
         k = split * part + step + tl.arange(0, BLOCK_K)
-        w = _load(row + k[None, :], (n[:, None] < rows) & (k[None, :] < columns), EVEN).to(tl.float32)
+        w = _load(row[:, None] + k[None, :], k[None, :] < columns, EVEN).to(tl.float32)
         v = tl.load(x + k) if EVEN else tl.load(x + k, mask=k < columns, other=0.0)
         total += w * v.to(tl.float32)[None, :]
-    result = tl.sum(total, 1)
-    if HAS_BIAS:
-        result += tl.load(bias + n, mask=(n < rows) & (split == 0), other=0.0).to(tl.float32)
-    tl.store(out + split * rows + n, result.to(out.dtype.element_ty), mask=n < rows)
+    result = tl.sum(total, 1)[:, None]
+    _store(result, bias, out, rows, first, tokens, split, BLOCK_N, TOKENS, HAS_BIAS, GATED)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows0", "rows1", "rows2", "columns"])
@@ -128,37 +181,55 @@ def few_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
     EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """The same for `x [tokens, columns]` and results `[SPLITS, tokens, rows]`, at most TOKENS tokens.
 
     The weight is the left operand of the matrix product: its rows fill the longer side of a tensor core,
-    tokens the shorter one.
+    tokens the shorter one. A block of few rows has several PARTS of columns in a step. Each has warps of its
+    own, so that all warps have work and enough bytes are in flight.
     """
     if EVEN:
         columns = columns // 16 * 16  # which tells Triton that rows are as aligned as the first one
-    part = tl.cdiv(columns, SPLITS * BLOCK_K) * BLOCK_K
+    part = tl.cdiv(columns, SPLITS * PARTS * BLOCK_K) * PARTS * BLOCK_K
     split = tl.program_id(1)
-    weight, bias, out, rows, block = _member(
-        w0, w1, w2, b0, b1, b2, out0, out1, out2, rows0, rows1, rows2, BLOCK_N
+    row, bias, out, rows, first = _block(
+        w0, w1, w2, b0, b1, b2, out0, out1, out2, rows0, rows1, rows2, columns, BLOCK_N, GATED
     )
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, TOKENS)
-    row = weight + n.to(tl.int64)[:, None] * columns
-    _prefetch_and_wait(weight, n, split * part, rows, columns, DEPENDENT)
-    total = tl.zeros((BLOCK_N, TOKENS), tl.float32)
-    for step in range(0, part, BLOCK_K):
-        k = split * part + step + tl.arange(0, BLOCK_K)
-        w = _load(row + k[None, :], (n[:, None] < rows) & (k[None, :] < columns), EVEN)
-        inside = m[None, :] < tokens
-        if not EVEN:
-            inside = inside & (k[:, None] < columns)
-        v = tl.load(x + m[None, :] * columns + k[:, None], mask=inside, other=0.0)
-        total = tl.dot(w, v, total)
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=(n < rows) & (split == 0), other=0.0).to(tl.float32)[:, None]
-    place = out + (split * tokens + m[None, :]) * rows + n[:, None]
-    tl.store(place, total.to(out.dtype.element_ty), mask=(m[None, :] < tokens) & (n[:, None] < rows))
+    _prefetch_and_wait(row, split * part, columns, DEPENDENT)
+    if PARTS == 1:
+        total = tl.zeros((BLOCK_N, TOKENS), tl.float32)
+        for step in range(0, part, BLOCK_K):
+            k = split * part + step + tl.arange(0, BLOCK_K)
+            w = _load(row[:, None] + k[None, :], k[None, :] < columns, EVEN)
+            inside = (m[None, :] < tokens) if EVEN else (m[None, :] < tokens) & (k[:, None] < columns)
+            v = tl.load(x + m[None, :] * columns + k[:, None], mask=inside, other=0.0)
+            total = tl.dot(w, v, total)
+    else:
+        totals = tl.zeros((PARTS, BLOCK_N, TOKENS), tl.float32)
+        own = tl.arange(0, PARTS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        for step in range(0, part, PARTS * BLOCK_K):
+            k = split * part + step + own
+            w = _load(row[None, :, None] + k[:, None, :], k[:, None, :] < columns, EVEN)
+            inside = m[None, None, :] < tokens
+            inside = inside if EVEN else inside & (k[:, :, None] < columns)
+            v = tl.load(x + m[None, None, :] * columns + k[:, :, None], mask=inside, other=0.0)
+            totals = tl.dot(w, v, totals)
+        total = tl.sum(totals, 0)
+    _store(total, bias, out, rows, first, tokens, split, BLOCK_N, TOKENS, HAS_BIAS, GATED)
+
+
+@triton.jit(do_not_specialize=["count"])
+def silu_times(gate, up, out, count, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """`out[i] = silu(gate[i]) * up[i]` for `count` elements, in float32."""
+    start_dependent(DEPENDENT)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(gate + at, mask=at < count).to(tl.float32)
+    u = tl.load(up + at, mask=at < count).to(tl.float32)
+    tl.store(out + at, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=at < count)

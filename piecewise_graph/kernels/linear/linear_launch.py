@@ -13,6 +13,7 @@ from piecewise_graph.kernels.launch import Launcher, dependent_launches
 from piecewise_graph.kernels.linear.kernel_configs import KernelConfig
 
 MEMBERS = 3  # at most, of a launch
+_ELEMENTS = 1024  # of a program
 
 
 def linears_few(
@@ -23,16 +24,28 @@ def linears_few(
     Args:
         biases: all of them or none.
     """
-    columns = x.shape[-1]
-    flat = x.reshape(-1, columns).contiguous()
     outputs = [_output(x, len(weight), config) for weight in weights]
-    given = [
-        [tensor.contiguous() for tensor in tensors if tensor is not None] for tensors in (weights, biases)
-    ]
     for start in range(0, len(outputs), MEMBERS):
         part = slice(start, start + MEMBERS)
-        _launch(flat, given[0][part], given[1][part], outputs[part], config)
+        _launch(x, weights[part], biases[part], outputs[part], config, gated=False)
     return outputs
+
+
+def swiglu_few(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], config: KernelConfig
+) -> Tensor:
+    """`linear_op.swiglu` by one launch; `config` names blocks that fit, and one split."""
+    out = _output(x, len(weights[0]), config)
+    _launch(x, weights, biases, [out], config, gated=True)
+    return out
+
+
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up` of contiguous tensors of one shape."""
+    out, count = torch.empty_like(gate), gate.numel()
+    dependent = dependent_launches(gate.device)
+    _elementwise(dependent)((-(-count // _ELEMENTS), 1, 1), (gate, up, out, count), _ELEMENTS, dependent)
+    return out
 
 
 def _output(x: Tensor, rows: int, config: KernelConfig) -> Tensor:
@@ -43,27 +56,37 @@ def _output(x: Tensor, rows: int, config: KernelConfig) -> Tensor:
 
 
 def _launch(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], outputs: list[Tensor], config: KernelConfig
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    outputs: Sequence[Tensor],
+    config: KernelConfig,
+    gated: bool,
 ) -> None:
-    (tokens, columns), rows = x.shape, [len(weight) for weight in weights]
-    even = columns % (config.block_k * config.splits) == 0 and all(n % config.block_n == 0 for n in rows)
+    x, rows = x.reshape(-1, x.shape[-1]).contiguous(), [len(weight) for weight in weights]
+    (tokens, columns), even = x.shape, x.shape[-1] % (config.block_k * config.parts * config.splits) == 0
+    blocks = [-(-n // config.block_n) for n in rows]
     dependent, one_row = dependent_launches(x.device), tokens == 1
+    weights = [weight.contiguous() for weight in weights]
+    given = [bias.contiguous() for bias in biases if bias is not None]
     _launcher(one_row, config.warps, config.stages, dependent)(
-        (sum(-(-n // config.block_n) for n in rows), config.splits, 1),
-        (x, *_three(weights), *_three(biases or weights), *_three(outputs), tokens, *_three(rows), columns),
+        (-(-2 * rows[0] // config.block_n) if gated else sum(blocks), config.splits, 1),
+        (x, *_three(weights), *_three(given or weights), *_three(outputs), tokens, *_three(rows), columns),
         config.block_n,
         config.block_k,
         config.splits,
+        config.parts,
         1 if one_row else max(16, 1 << (tokens - 1).bit_length()),
         even,
-        bool(biases),
+        bool(given),
+        gated,
         dependent,
     )
 
 
-def _three(values: list[Any]) -> list[Any]:
+def _three(values: Sequence[Any]) -> list[Any]:
     """With the last one in place of those that are missing."""
-    return values + values[-1:] * (MEMBERS - len(values))
+    return [*values, *[values[-1]] * (MEMBERS - len(values))]
 
 
 @cache
@@ -72,3 +95,10 @@ def _launcher(one_row: bool, warps: int, stages: int, dependent: bool) -> Launch
 
     kernel: Any = linear_kernels.one_row if one_row else linear_kernels.few_rows
     return Launcher(kernel, num_warps=warps, num_stages=stages, launch_pdl=dependent)
+
+
+@cache
+def _elementwise(dependent: bool) -> Launcher:
+    from piecewise_graph.kernels.linear.linear_kernels import silu_times
+
+    return Launcher(silu_times, num_warps=4, launch_pdl=dependent)

@@ -1,6 +1,7 @@
 """Linear layers of a few rows as ops: by a chosen kernel, or by what usually is the fastest one.
 
-`piecewise::linear_few` is for code of exact sizes, `piecewise::linears` for code of all sizes.
+`piecewise::linear_few` is for code of exact sizes. `piecewise::linears` and `piecewise::swiglu` are for code
+of all sizes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from piecewise_graph.kernels.linear.kernel_configs import MAX_TOKENS, KernelConf
 _library = torch.library.Library("piecewise", "FRAGMENT")
 _library.define("linear_few(Tensor x, Tensor weight, Tensor? bias, int[] config) -> Tensor")
 _library.define("linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
+_library.define("swiglu(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor")
 DTYPES = (torch.bfloat16, torch.float16)  # of x and weight alike, that the kernels take
 
 
@@ -40,7 +42,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, config: Sequence[i
     splits = KernelConfig(*config).splits if config else 1
     if splits == 1:
         return functional.linear(x, weight, bias)
-    block = splits * KernelConfig(*config).block_k
+    block = splits * KernelConfig(*config).parts * KernelConfig(*config).block_k
     part = -(-x.shape[-1] // block) * block // splits
     parts = [
         functional.linear(x[..., start : start + part].float(), weight[:, start : start + part].float())
@@ -119,3 +121,42 @@ _library.impl("linears", _linears, "CompositeExplicitAutograd")
 @torch.library.register_fake("piecewise::linears", lib=_library)
 def _(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     return [x.new_empty([*x.shape[:-1], weight.shape[0]]) for weight in weights]
+
+
+def swiglu(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """`silu(linear(x, gate)) * linear(x, up)`, by one kernel up to 64 rows on Hopper.
+
+    That one keeps both linears in float32 until they are multiplied. (SwiGLU: Shazeer, arXiv 2002.05202.)
+
+    Args:
+        x: `[..., columns]`.
+        weights: gate and up, each `[rows, columns]`, dtype of x.
+        biases: of gate and up, `[rows]` or None.
+
+    Returns:
+        `[..., rows]`, contiguous, in x's dtype.
+    """
+    return torch.ops.piecewise.swiglu(x, list(weights), list(biases))
+
+
+def _swiglu(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
+    gate, up = weights
+    config = _config(x, weights, biases) if gate.shape == up.shape else None
+    if config is not None:
+        from piecewise_graph.kernels.linear import linear_launch
+
+        return linear_launch.swiglu_few(x, weights, biases, config)
+    gate, up = (functional.linear(x, *operands) for operands in zip(weights, biases, strict=True))
+    if gate.shape != up.shape or not kernels_serve(gate) or gate.dtype not in DTYPES:
+        return functional.silu(gate) * up
+    from piecewise_graph.kernels.linear import linear_launch
+
+    return linear_launch.silu_times(gate.contiguous(), up.contiguous())
+
+
+_library.impl("swiglu", _swiglu, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("piecewise::swiglu", lib=_library)
+def _(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
+    return x.new_empty([*x.shape[:-1], weights[0].shape[0]])
