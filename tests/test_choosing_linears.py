@@ -121,6 +121,7 @@ OPERANDS: dict[str, dict[str, Callable[[], Tensor]]] = {
     "another dtype": {"bias": lambda: _empty(16, dtype=torch.float32)},
     "vector": {"weight": lambda: _empty(16)},
     "number": {"bias": _empty},
+    "one element": {"bias": lambda: _empty(1)},
 }
 AROUND: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "autocast": (torch.amp.autocast_mode._enter_autocast, ("cuda", torch.float16, True, False)),

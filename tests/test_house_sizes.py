@@ -72,11 +72,11 @@ def rooms_below() -> dict[str, set[str]]:
 # "beside" are the core's files beside its packages.
 BUDGETS = {
     "beside": 1220,
-    "_torch": 751,
-    "kernels": 670,
+    "_torch": 754,
+    "kernels": 684,
     "splitter": 1137,
     "analysis": 1665,
-    "compiler": 1826,
+    "compiler": 1825,
     "recorder": 1174,
     "runtime": 1403,
     "inspection": 995,

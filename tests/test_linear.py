@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
+from linear_operands import DEVICE, DTYPES, EXAMPLES, TOLERANCE, operands
 from torch import Tensor
-from torch.nn import functional
 
-import piecewise_graph as pg
-from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig, linear_few, linears, swiglu
+from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig, linear_few
 from piecewise_graph.kernels.linear.kernel_configs import candidates, is_config, usual_config
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-EXAMPLES = settings(max_examples=15 if INTERPRETED else 60)
-# The interpreter multiplies matrices of bfloat16 as if they were integers.
-DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 
 
 @pytest.mark.slow
 @starts_the_interpreter
 def test_kernels_in_the_interpreter() -> None:
     assert_passes_interpreted(__file__)
-
-
-def operands(tokens: int, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, columns, generator=generator).to(DEVICE, dtype)
-    weight = (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(DEVICE, dtype)
-    return x, weight, torch.randn(rows, generator=generator).to(DEVICE, dtype)
 
 
 def assert_right(x: Tensor, weight: Tensor, bias: Tensor | None, plan: list[int]) -> None:
@@ -112,126 +97,6 @@ class TestKernels:
         except OutOfResources:
             return False
         return True
-
-
-class TestChoosing:
-    """`piecewise::linears`, which code for all sizes calls."""
-
-    pytestmark = needs_kernels
-
-    @pytest.fixture
-    def served(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-        """Rows and weights of each call of kernels of ours."""
-        from piecewise_graph.kernels.linear import linear_launch
-
-        calls, launch = list[tuple[int, int]](), linear_launch.linears_few
-
-        def noted(x: Tensor, weights: list[Tensor], *rest: Any) -> list[Tensor]:
-            calls.append((x.shape[-2], len(weights)))
-            return launch(x, weights, *rest)
-
-        monkeypatch.setattr(linear_launch, "linears_few", noted)
-        return calls
-
-    @EXAMPLES
-    @given(
-        st.integers(0, 70),
-        st.lists(st.sampled_from([1, 2, 17, 64, 256, 512, 520]), min_size=1, max_size=5),
-        st.sampled_from([24, 128, 512, 1024, 1152, 2048]),
-        st.booleans(),
-        st.sampled_from([*DTYPES, torch.float32]),
-    )
-    def test_they_are_linears(
-        self, tokens: int, rows: list[int], columns: int, bias: bool, dtype: torch.dtype
-    ) -> None:
-        x = operands(tokens, 1, columns, dtype)[0]
-        weights, biases = zip(
-            *(operands(1, n, columns, dtype, seed)[1:] for seed, n in enumerate(rows)), strict=True
-        )
-        for each in (x, x[None], torch.stack([x, x], 1)[:, 0]):
-            found = linears(each, weights, biases if bias else [None] * len(rows))
-            for got, weight, b in zip(found, weights, biases, strict=True):
-                expected = functional.linear(each.double(), weight.double(), b.double() if bias else None)
-                assert got.dtype == dtype and got.is_contiguous() and got.shape == expected.shape
-                torch.testing.assert_close(
-                    got.double(), expected, rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype]
-                )
-
-    @EXAMPLES
-    @given(
-        st.integers(0, 70),
-        st.sampled_from([1, 2, 17, 64, 512, 520]),
-        st.sampled_from([24, 128, 512, 1024, 1152, 2048]),
-        st.booleans(),
-        st.sampled_from([*DTYPES, torch.float32]),
-    )
-    def test_swiglu(self, tokens: int, rows: int, columns: int, bias: bool, dtype: torch.dtype) -> None:
-        """As exact as the unfused one at least, against float64."""
-        x, gate, b0 = operands(tokens, rows, columns, dtype)
-        _, up, b1 = operands(1, rows, columns, dtype, 1)
-        biases = [b0, b1] if bias else [None, None]
-
-        def unfused(dtype: torch.dtype) -> Tensor:
-            g, u = (
-                functional.linear(x.to(dtype), w.to(dtype), None if b is None else b.to(dtype))
-                for w, b in zip((gate, up), biases, strict=True)
-            )
-            return functional.silu(g) * u
-
-        for each in (x, x[None], torch.stack([x, x], 1)[:, 0]):
-            found = swiglu(each, [gate, up], biases)
-            assert found.dtype == dtype and found.is_contiguous() and found.shape == (*each.shape[:-1], rows)
-            expected = unfused(torch.float64)
-            if tokens and dtype != torch.float32:
-                error, theirs = ((y.double() - expected).abs().max() for y in (found, unfused(dtype)))
-                assert error <= 1.5 * theirs + 1e-3
-            torch.testing.assert_close(found.double().view_as(expected), expected, rtol=3e-2, atol=6e-2)
-
-    def test_a_swiglu_of_other_shapes_is_torchs(self) -> None:
-        x, gate, _ = operands(3, 512, 512, DTYPES[0])
-        with pytest.raises(RuntimeError):
-            swiglu(x, [gate, gate[:64]], [None, None])
-        assert swiglu(x, [gate, gate[:1]], [None, None]).shape == (3, 512)
-
-    @pytest.mark.parametrize("bias", [(), (1,), (1, 512)])
-    def test_a_bias_of_another_shape_is_spread(self, bias: tuple[int, ...]) -> None:
-        x, weight, _ = operands(1, 512, 512, DTYPES[0])
-        b = torch.full(bias, 0.5, dtype=x.dtype, device=x.device)
-        expected = functional.linear(x.float(), weight.float(), b.float())
-        torch.testing.assert_close(linears(x, [weight], [b])[0].float(), expected, rtol=2e-2, atol=6e-2)
-
-    def test_what_torch_refuses_is_refused(self) -> None:
-        x, weight, _ = operands(1, 512, 512, DTYPES[0])
-        for others in ((x.view(4, 128), weight), (x, weight.float())):
-            with pytest.raises(RuntimeError):
-                linears(others[0], [others[1]], [None])
-        none = weight[:, :0].contiguous()
-        assert linears(x[:, :0].expand(3, 0), [none], [None])[0].eq(0).all()
-
-    def test_few_rows_have_kernels_of_ours(self, served: list[tuple[int, int]]) -> None:
-        for tokens in (MAX_TOKENS + 1, MAX_TOKENS, 2, 1, 0):
-            x, weight, bias = operands(tokens, 512, 512, DTYPES[0])
-            linears(x, [weight, weight], [None, None])
-            linears(x, [weight, weight], [None, bias])  # one launch adds all biases or none
-            linears(x, [weight.t().contiguous().t()], [None])  # strided weights are the library's
-        assert served == [(MAX_TOKENS, 2), (2, 2), (1, 2)]
-
-    def test_compiled_code_of_all_sizes_asks_at_each_call(self, served: list[tuple[int, int]]) -> None:
-        _, weight, bias = operands(1, 512, 512, DTYPES[0])
-        _, back, _ = operands(1, 512, 512, DTYPES[0], 1)
-
-        def model(x: Tensor) -> Tensor:
-            hidden = functional.linear(x, weight, bias).relu()
-            return functional.linear(hidden, back) * functional.linear(hidden, weight)
-
-        with torch.no_grad():
-            fast = pg.compile(model, capture_sizes=[1, 2, 4, 8], token_dim={"x": 0})
-            for tokens in (8, 1, 2, 3, 4, 6, 1, 90):
-                x = operands(tokens, 1, 512, DTYPES[0])[0]
-                torch.testing.assert_close(fast(x), model(x), rtol=2e-2, atol=6e-2)
-        expected = {1, 2, 4, 8} if DEVICE.type == "cuda" else set()
-        assert {tokens for tokens, _ in served} >= expected and not any(t > 64 for t, _ in served)
-        assert not expected or {members for _, members in served} == {1, 2}
 
 
 @given(st.integers(1, 64), st.lists(st.integers(1, 4096), min_size=1, max_size=4), st.integers(1, 9000))

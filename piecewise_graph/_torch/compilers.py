@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -18,6 +19,10 @@ from piecewise_graph._torch.wrappers import uncompiled
 # We capture graphs, so Inductor's own capture (a global reduce-overhead) must not nest in them. Freezing
 # would bake the weights of one layer into code that all equal layers share.
 _PATCHES = {"triton.cudagraphs": False, "freezing": False}
+
+# Inductor's cache must not give us kernels that it made without `kernels_wait_first`: another key.
+_KEY = {"kernel_name_max_ops": 11}
+_WAITING_FIRST = threading.RLock()  # one at a time changes Inductor's class
 
 
 def start_compile_workers() -> None:
@@ -79,8 +84,7 @@ def _standalone(
 
     # A kernel of the user's in it may not wait.
     dependent = {"triton.enable_pdl": not any(is_higher_order(node.target) for node in gm.graph.nodes)}
-    # Inductor's cache must not give us kernels that it made without `kernels_wait_first`: another key.
-    asked = {**_PATCHES, **wanted, **dependent, "kernel_name_max_ops": 11}
+    asked = {**_PATCHES, **wanted, **dependent, **_KEY}
     patches = {name: value for name, value in asked.items() if _has_option(config, name)}
     with kernels_wait_first():
         return standalone_compile(
@@ -101,7 +105,6 @@ def kernels_wait_first() -> Iterator[None]:
     from torch._inductor.codegen import triton
 
     kernel: Any = triton.TritonKernel
-    theirs = kernel._filter_pdl
 
     def wait_first(self: Any, code: Any) -> None:
         theirs(self, code)
@@ -109,11 +112,12 @@ def kernels_wait_first() -> Iterator[None]:
             marks = self.GDC_WAIT, self.GDC_LAUNCH
             code._lines = [*marks, *(line for line in code._lines if str(line).strip() not in marks)]
 
-    kernel._filter_pdl = wait_first
-    try:
-        yield
-    finally:
-        kernel._filter_pdl = theirs
+    with _WAITING_FIRST:
+        theirs, kernel._filter_pdl = kernel._filter_pdl, wait_first
+        try:
+            yield
+        finally:
+            kernel._filter_pdl = theirs
 
 
 def _has_option(config: Any, name: str) -> bool:

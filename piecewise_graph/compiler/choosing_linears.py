@@ -3,7 +3,8 @@
 Inductor leaves a linear of a varying number of rows to cuBLAS, which is slow where there are few. The ops
 `piecewise::linears` and `piecewise::swiglu` look at the rows they get. When a bucket is captured, what they
 chose is part of the graph. Linears of one input are one call. Where `silu` of the one is multiplied by the
-other, and nothing else reads them, that is part of the call.
+other with `*`, and nothing else reads them, that is part of the call. The two may be halves of one linear,
+taken as slices.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def choosing_linears(gm: GraphModule) -> GraphModule:
 
 def _grouped(gm: GraphModule, linears: list[Node]) -> list[list[Node]]:
     """Linears that one call may compute where the first of them stands. Each is in one group."""
-    values = {node: _torch.example_value(node) for node in gm.graph.nodes if node.op == "placeholder"}
-    given = {node: value for node, value in values.items() if isinstance(value, Tensor)}
-    chosen = set(linears)
+    chosen = dict.fromkeys(linears)
+    operands = {node for linear in linears for node in linear_operands(linear)[1:] if node is not None}
+    given = {node: _torch.example_value(node) for node in operands if node.op == "placeholder"}
     groups = [[n for n in group.linears if n in chosen] for group in parallel_linears(gm, given)]
     parallel = {node for group in groups for node in group}
     return [group for group in groups if group] + [[node] for node in linears if node not in parallel]
@@ -46,18 +47,16 @@ def _grouped(gm: GraphModule, linears: list[Node]) -> list[list[Node]]:
 
 def _replace(graph: Graph, linears: list[Node]) -> None:
     """Calls of the ops where the first of some linears of one input stands."""
-    first, left = linears[0], list(linears)
-    with graph.inserting_before(first):
-        for linear in linears:
-            gated = _gated(linear, left)
-            if gated is not None:
-                call = graph.call_function(torch.ops.piecewise.swiglu.default, _halved(graph, gated.linears))
-                _stand_in(call, gated.product)
-                left = [node for node in left if node not in gated.linears]
-        if left:
-            xs, weights, biases = zip(*map(linear_operands, left), strict=True)
+    ungated = list(linears)
+    with graph.inserting_before(linears[0]):
+        for gated in filter(None, [_gated(linear, linears) for linear in linears]):
+            call = graph.call_function(torch.ops.piecewise.swiglu.default, _halved(graph, gated.linears))
+            _stand_in(call, gated.product)
+            ungated = [node for node in ungated if node not in gated.linears]
+        if ungated:
+            xs, weights, biases = zip(*map(linear_operands, ungated), strict=True)
             call = graph.call_function(torch.ops.piecewise.linears.default, (xs[0], weights, biases))
-            for index, linear in enumerate(left):
+            for index, linear in enumerate(ungated):
                 _stand_in(graph.call_function(operator.getitem, (call, index)), linear)
     for linear in reversed(linears):
         _erase(graph, linear)
@@ -69,7 +68,7 @@ def _stand_in(made: Node, node: Node) -> None:
 
 
 def _erase(graph: Graph, node: Node) -> None:
-    """It, and what reads it: nothing that is left reads those."""
+    """It, and what reads it. Others have been made to read what stands in."""
     for user in list(node.users):
         _erase(graph, user)
     graph.erase_node(node)
@@ -138,10 +137,14 @@ def _is_about_others(node: Node) -> bool:
 
 
 def _may_choose(operands: tuple[Any, Any, Any]) -> bool:
-    """Plain tensors of dtypes that the kernels take. A wrapper (a quantised weight) has its own linear."""
+    """Plain tensors of dtypes that the kernels take. A wrapper (a quantised weight) has its own linear.
+
+    Weights have fixed sizes. Those of activations that play a weight vary, and asking would fix them.
+    """
     values = [_torch.example_value(operand) for operand in operands if isinstance(operand, Node)]
     if len(values) < 2 or not all(isinstance(v, Tensor) and not _torch.is_wrapper(v) for v in values):
         return False
     x, weight, *bias = values
     alike = all(value.dtype == x.dtype and kernels_serve(value) for value in values)
-    return alike and x.dtype in DTYPES and weight.dim() == 2 and all(b.dim() == 1 for b in bias)
+    fixed = weight.dim() == 2 and all(isinstance(size, int) for size in weight.shape)
+    return alike and x.dtype in DTYPES and fixed and all(b.shape == weight.shape[:1] for b in bias)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_TOKENS = 64
+SHARED_MEMORY = 172032  # bytes that the blocks of `usual_config` take at most; Hopper has 232448
 
 
 class KernelConfig(NamedTuple):

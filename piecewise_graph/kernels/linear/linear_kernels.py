@@ -139,7 +139,7 @@ def one_row(
     Args:
         x: `[columns]`; weights: `[rows, columns]`; biases: `[rows]`; results: `[SPLITS, rows]`. All are
             contiguous. The grid has programs for one, two or three of the members.
-        tokens, PARTS, TOKENS: 1.
+        tokens, PARTS, TOKENS: 1 and unused; both kernels are launched alike.
         EVEN: blocks divide the columns.
         GATED: one result, `silu(w0 x + b0) * (w1 x + b1)`; one split.
     """

@@ -68,17 +68,17 @@ def _launch(
     blocks = [-(-n // config.block_n) for n in rows]
     dependent, one_row = dependent_launches(x.device), tokens == 1
     weights = [weight.contiguous() for weight in weights]
-    given = [bias.contiguous() for bias in biases if bias is not None]
+    given = [bias.contiguous() for bias in biases if bias is not None] or weights  # which are not read then
     _launcher(one_row, config.warps, config.stages, dependent)(
         (-(-2 * rows[0] // config.block_n) if gated else sum(blocks), config.splits, 1),
-        (x, *_three(weights), *_three(given or weights), *_three(outputs), tokens, *_three(rows), columns),
+        (x, *_three(weights), *_three(given), *_three(outputs), tokens, *_three(rows), columns),
         config.block_n,
         config.block_k,
         config.splits,
         config.parts,
         1 if one_row else max(16, 1 << (tokens - 1).bit_length()),
         even,
-        bool(given),
+        biases[0] is not None,
         gated,
         dependent,
     )

@@ -7,13 +7,19 @@ of all sizes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from piecewise_graph.kernels.launch import dependent_launches, interpreted, kernels_serve
-from piecewise_graph.kernels.linear.kernel_configs import MAX_TOKENS, KernelConfig, usual_config
+from piecewise_graph.kernels.linear.kernel_configs import (
+    MAX_TOKENS,
+    SHARED_MEMORY,
+    KernelConfig,
+    usual_config,
+)
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
 _library.define("linear_few(Tensor x, Tensor weight, Tensor? bias, int[] config) -> Tensor")
@@ -75,8 +81,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int]) -> Tens
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
     """`torch.nn.functional.linear` of one input and each weight, by our kernels where they are faster.
 
-    That is so up to 64 rows, on Hopper: cuBLAS launches a kernel per weight, and starts it when the kernel
-    before has ended.
+    That is so up to 64 rows, on Hopper and its like: cuBLAS launches a kernel per weight, and starts it when
+    the kernel before has ended.
 
     Args:
         x: `[..., columns]`.
@@ -101,7 +107,7 @@ def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> l
 def _config(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> KernelConfig | None:
     """Blocks for operands that our kernels read. Whatever else there is, torch computes or refuses it."""
     columns = x.shape[-1] if x.dim() else 0
-    served = x.dtype in DTYPES and (dependent_launches(x.device) or interpreted())
+    served = x.dtype in DTYPES and (_holds_blocks(x.device) or interpreted())
     if not served or not columns or not 0 < x.numel() <= MAX_TOKENS * columns:
         return None
     rows = []
@@ -115,6 +121,15 @@ def _config(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Ke
     return usual_config(x.numel() // columns, rows, columns)
 
 
+@cache
+def _holds_blocks(device: torch.device) -> bool:
+    """The device launches dependents and has the shared memory that the blocks of usual_config take."""
+    if not dependent_launches(device):
+        return False
+    has: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return has >= SHARED_MEMORY
+
+
 _library.impl("linears", _linears, "CompositeExplicitAutograd")
 
 
@@ -124,7 +139,7 @@ def _(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Ten
 
 
 def swiglu(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """`silu(linear(x, gate)) * linear(x, up)`, by one kernel up to 64 rows on Hopper.
+    """`silu(linear(x, gate)) * linear(x, up)`, by one kernel up to 64 rows on Hopper and its like.
 
     That one keeps both linears in float32 until they are multiplied. (SwiGLU: Shazeer, arXiv 2002.05202.)
 
@@ -147,7 +162,8 @@ def _swiglu(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Te
 
         return linear_launch.swiglu_few(x, weights, biases, config)
     gate, up = (functional.linear(x, *operands) for operands in zip(weights, biases, strict=True))
-    if gate.shape != up.shape or not kernels_serve(gate) or gate.dtype not in DTYPES:
+    served = kernels_serve(gate) and gate.dtype in DTYPES and gate.numel() < 2**31
+    if gate.shape != up.shape or not served:
         return functional.silu(gate) * up
     from piecewise_graph.kernels.linear import linear_launch
 

@@ -1,0 +1,21 @@
+"""Operands of linears, for the tests of their kernels."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+from interpreter import INTERPRETED
+from torch import Tensor
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EXAMPLES = settings(max_examples=15 if INTERPRETED else 60)
+# The interpreter multiplies matrices of bfloat16 as if they were integers.
+DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
+
+
+def operands(tokens: int, rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, columns, generator=generator).to(DEVICE, dtype)
+    weight = (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(DEVICE, dtype)
+    return x, weight, torch.randn(rows, generator=generator).to(DEVICE, dtype)
