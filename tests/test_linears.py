@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from interpreter import assert_passes_interpreted, needs_kernels, starts_the_interpreter
-from linear_operands import DEVICE, DTYPES, EXAMPLES, TOLERANCE, operands
+from linear_operands import DTYPES, EXAMPLES, TOLERANCE, operands
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,6 +20,11 @@ from piecewise_graph.kernels.linear import MAX_TOKENS, linears, swiglu
 @starts_the_interpreter
 def test_kernels_in_the_interpreter() -> None:
     assert_passes_interpreted(__file__)
+
+
+def in_form(form: int, x: Tensor) -> Tensor:
+    """As it is, with one dimension more, or with other strides."""
+    return (x, x[None], torch.stack([x, x], 1)[:, 0])[form]
 
 
 class TestChoosing:
@@ -42,38 +47,42 @@ class TestChoosing:
     @EXAMPLES
     @given(
         st.integers(0, 70),
-        st.lists(st.sampled_from([1, 2, 17, 64, 256, 512, 520]), min_size=1, max_size=5),
-        st.sampled_from([24, 128, 512, 1024, 1152, 2048]),
+        st.lists(st.sampled_from([1, 17, 64, 520]), min_size=1, max_size=4),
+        st.sampled_from([24, 128, 512, 1152]),
         st.booleans(),
         st.sampled_from([*DTYPES, torch.float32]),
+        st.integers(0, 2),
     )
     def test_they_are_linears(
-        self, tokens: int, rows: list[int], columns: int, bias: bool, dtype: torch.dtype
+        self, tokens: int, rows: list[int], columns: int, bias: bool, dtype: torch.dtype, form: int
     ) -> None:
-        x = operands(tokens, 1, columns, dtype)[0]
+        x = in_form(form, operands(tokens, 1, columns, dtype)[0])
         weights, biases = zip(
             *(operands(1, n, columns, dtype, seed)[1:] for seed, n in enumerate(rows)), strict=True
         )
-        for each in (x, x[None], torch.stack([x, x], 1)[:, 0]):
-            found = linears(each, weights, biases if bias else [None] * len(rows))
-            for got, weight, b in zip(found, weights, biases, strict=True):
-                expected = functional.linear(each.double(), weight.double(), b.double() if bias else None)
-                assert got.dtype == dtype and got.is_contiguous() and got.shape == expected.shape
-                torch.testing.assert_close(
-                    got.double(), expected, rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype]
-                )
+        found = linears(x, weights, biases if bias else [None] * len(rows))
+        for got, weight, b in zip(found, weights, biases, strict=True):
+            expected = functional.linear(x.double(), weight.double(), b.double() if bias else None)
+            assert got.dtype == dtype and got.is_contiguous() and got.shape == expected.shape
+            torch.testing.assert_close(
+                got.double(), expected, rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype]
+            )
 
     @EXAMPLES
     @given(
         st.integers(0, 70),
-        st.sampled_from([1, 2, 17, 64, 512, 520]),
-        st.sampled_from([24, 128, 512, 1024, 1152, 2048]),
+        st.sampled_from([1, 2, 17, 260]),
+        st.sampled_from([24, 128, 512, 1152]),
         st.booleans(),
         st.sampled_from([*DTYPES, torch.float32]),
+        st.integers(0, 2),
     )
-    def test_swiglu(self, tokens: int, rows: int, columns: int, bias: bool, dtype: torch.dtype) -> None:
+    def test_swiglu(
+        self, tokens: int, rows: int, columns: int, bias: bool, dtype: torch.dtype, form: int
+    ) -> None:
         """As exact as the unfused one at least, against float64."""
         x, gate, b0 = operands(tokens, rows, columns, dtype)
+        x = in_form(form, x)
         _, up, b1 = operands(1, rows, columns, dtype, 1)
         biases = [b0, b1] if bias else [None, None]
 
@@ -84,14 +93,12 @@ class TestChoosing:
             )
             return functional.silu(g) * u
 
-        for each in (x, x[None], torch.stack([x, x], 1)[:, 0]):
-            found = swiglu(each, [gate, up], biases)
-            assert found.dtype == dtype and found.is_contiguous() and found.shape == (*each.shape[:-1], rows)
-            expected = unfused(torch.float64)
-            if tokens and dtype != torch.float32:
-                error, theirs = ((y.double() - expected).abs().max() for y in (found, unfused(dtype)))
-                assert error <= 1.5 * theirs + 1e-3
-            torch.testing.assert_close(found.double().view_as(expected), expected, rtol=3e-2, atol=6e-2)
+        found, expected = swiglu(x, [gate, up], biases), unfused(torch.float64)
+        assert found.dtype == dtype and found.is_contiguous() and found.shape == expected.shape
+        if expected.numel() > 1000 and dtype != torch.float32:
+            error, theirs = ((y.double() - expected).square().mean() for y in (found, unfused(dtype)))
+            assert error <= 1.1 * theirs
+        torch.testing.assert_close(found.double(), expected, rtol=3e-2, atol=6e-2)
 
     def test_a_swiglu_of_other_shapes_is_torchs(self) -> None:
         x, gate, _ = operands(3, 512, 512, DTYPES[0])
@@ -116,28 +123,27 @@ class TestChoosing:
 
     def test_few_rows_have_kernels_of_ours(self, served: list[tuple[int, int]]) -> None:
         for tokens in (MAX_TOKENS + 1, MAX_TOKENS, 2, 1, 0):
-            x, weight, bias = operands(tokens, 512, 512, DTYPES[0])
+            x, weight, bias = operands(tokens, 512, 128, DTYPES[0])
             linears(x, [weight, weight], [None, None])
             linears(x, [weight, weight], [None, bias])  # one launch adds all biases or none
             linears(x, [weight.t().contiguous().t()], [None])  # strided weights are the library's
         assert served == [(MAX_TOKENS, 2), (2, 2), (1, 2)]
 
     def test_compiled_code_of_all_sizes_asks_at_each_call(self, served: list[tuple[int, int]]) -> None:
-        _, weight, bias = operands(1, 512, 512, DTYPES[0])
-        _, back, _ = operands(1, 512, 512, DTYPES[0], 1)
+        _, weight, bias = operands(1, 512, 128, DTYPES[0])
+        left, right = (operands(1, 256, 128, DTYPES[0], seed)[1] for seed in (1, 2))
 
         def model(x: Tensor) -> Tensor:
-            hidden = functional.linear(x, weight, bias).relu()
-            return functional.linear(hidden, back) * functional.linear(hidden, weight)
+            hidden = functional.linear(x, weight, bias).relu()[..., :128].contiguous()
+            return functional.linear(hidden, left) * functional.linear(hidden, right)
 
         with torch.no_grad():
-            fast = pg.compile(model, capture_sizes=[1, 2, 4, 8], token_dim={"x": 0})
-            for tokens in (8, 1, 2, 3, 4, 6, 1, 90):
-                x = operands(tokens, 1, 512, DTYPES[0])[0]
+            fast = pg.compile(model, capture_sizes=[1, 4], token_dim={"x": 0})
+            for tokens in (4, 1, 3, 90):
+                x = operands(tokens, 1, 128, DTYPES[0])[0]
                 torch.testing.assert_close(fast(x), model(x), rtol=2e-2, atol=6e-2)
-        expected = {1, 2, 4, 8} if DEVICE.type == "cuda" else set()
-        assert {tokens for tokens, _ in served} >= expected and not any(t > 64 for t, _ in served)
-        assert not expected or {members for _, members in served} == {1, 2}
+        assert {tokens for tokens, _ in served} >= {1, 4} and not any(t > MAX_TOKENS for t, _ in served)
+        assert {members for _, members in served} == {1, 2}
 
     @pytest.mark.parametrize("case", ["rows", "columns", "halves"])
     def test_weights_whose_sizes_vary_are_the_librarys(self, case: str) -> None:

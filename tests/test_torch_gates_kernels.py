@@ -42,7 +42,7 @@ def test_kernels_are_dependents_unless_one_is_of_the_user(
     gm = small_graph()
     compile_ = _torch.compile_exact if exact else partial(_torch.compile_segment, compiler="inductor")
     compile_(gm, [])
-    with gm.graph.inserting_before(next(reversed(gm.graph.nodes))):
+    with gm.graph.inserting_before(list(gm.graph.nodes)[-1]):
         gm.graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_mutation, ())
     compile_(gm, [])
     assert asked == [True, False]
