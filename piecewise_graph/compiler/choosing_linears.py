@@ -37,7 +37,7 @@ def choosing_linears(gm: GraphModule) -> GraphModule:
 
 def _grouped(gm: GraphModule, linears: list[Node]) -> list[list[Node]]:
     """Linears that one call may compute where the first of them stands. Each is in one group."""
-    chosen = dict.fromkeys(linears)
+    chosen = set(linears)
     operands = {node for linear in linears for node in linear_operands(linear)[1:] if node is not None}
     given = {node: _torch.example_value(node) for node in operands if node.op == "placeholder"}
     groups = [[n for n in group.linears if n in chosen] for group in parallel_linears(gm, given)]

@@ -24,10 +24,10 @@ def linears_few(
     Args:
         biases: all of them or none.
     """
-    outputs = [_output(x, len(weight), config) for weight in weights]
+    rows, outputs = _rows(x), [_output(x, len(weight), config) for weight in weights]
     for start in range(0, len(outputs), MEMBERS):
         part = slice(start, start + MEMBERS)
-        _launch(x, weights[part], biases[part], outputs[part], config, gated=False)
+        _launch(rows, weights[part], biases[part], outputs[part], config, gated=False)
     return outputs
 
 
@@ -36,7 +36,7 @@ def swiglu_few(
 ) -> Tensor:
     """`linear_op.swiglu` by one launch; `config` names blocks that fit, and one split."""
     out = _output(x, len(weights[0]), config)
-    _launch(x, weights, biases, [out], config, gated=True)
+    _launch(_rows(x), weights, biases, [out], config, gated=True)
     return out
 
 
@@ -46,6 +46,10 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     dependent = dependent_launches(gate.device)
     _elementwise(dependent)((-(-count // _ELEMENTS), 1, 1), (gate, up, out, count), _ELEMENTS, dependent)
     return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _output(x: Tensor, rows: int, config: KernelConfig) -> Tensor:
@@ -63,14 +67,14 @@ def _launch(
     config: KernelConfig,
     gated: bool,
 ) -> None:
-    x, rows = x.reshape(-1, x.shape[-1]).contiguous(), [len(weight) for weight in weights]
-    (tokens, columns), even = x.shape, x.shape[-1] % (config.block_k * config.parts * config.splits) == 0
-    blocks = [-(-n // config.block_n) for n in rows]
+    (tokens, columns), rows = x.shape, [len(weight) for weight in weights]
+    even = columns % (config.block_k * config.parts * config.splits) == 0
+    blocks = sum(-(-n // config.block_n) for n in ([2 * rows[0]] if gated else rows))
     dependent, one_row = dependent_launches(x.device), tokens == 1
     weights = [weight.contiguous() for weight in weights]
     given = [bias.contiguous() for bias in biases if bias is not None] or weights  # which are not read then
     _launcher(one_row, config.warps, config.stages, dependent)(
-        (-(-2 * rows[0] // config.block_n) if gated else sum(blocks), config.splits, 1),
+        (blocks, config.splits, 1),
         (x, *_three(weights), *_three(given), *_three(outputs), tokens, *_three(rows), columns),
         config.block_n,
         config.block_k,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from piecewise_graph.kernels.launch import dependent_launches, interpreted, kernels_serve
+from piecewise_graph.kernels.linear import linear_launch
 from piecewise_graph.kernels.linear.kernel_configs import (
     MAX_TOKENS,
     SHARED_MEMORY,
@@ -62,8 +63,6 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, config: Sequence[i
 def _linear_few(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int]) -> Tensor:
     if not config or not kernels_serve(x):
         return reference(x, weight, bias, config)
-    from piecewise_graph.kernels.linear import linear_launch
-
     return linear_launch.linears_few(x, [weight], [bias], KernelConfig(*config))[0]
 
 
@@ -99,8 +98,6 @@ def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> l
     config = _config(x, weights, biases)
     if config is None:
         return [functional.linear(x, *operands) for operands in zip(weights, biases, strict=True)]
-    from piecewise_graph.kernels.linear import linear_launch
-
     return linear_launch.linears_few(x, weights, biases, config)
 
 
@@ -158,15 +155,11 @@ def _swiglu(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Te
     gate, up = weights
     config = _config(x, weights, biases) if gate.shape == up.shape else None
     if config is not None:
-        from piecewise_graph.kernels.linear import linear_launch
-
         return linear_launch.swiglu_few(x, weights, biases, config)
     gate, up = (functional.linear(x, *operands) for operands in zip(weights, biases, strict=True))
     served = kernels_serve(gate) and gate.dtype in DTYPES and gate.numel() < 2**31
     if gate.shape != up.shape or not served:
         return functional.silu(gate) * up
-    from piecewise_graph.kernels.linear import linear_launch
-
     return linear_launch.silu_times(gate.contiguous(), up.contiguous())
 
 
