@@ -29,7 +29,7 @@ from benchmarks.paged import CONTEXT, head_dim
 Row = dict[str, Any]
 Part = tuple[str, float]  # a name, and bytes that it reads
 
-_PRODUCT = re.compile(r"nvjet|gemm|gemv|one_row|few_rows", re.IGNORECASE)
+_PRODUCT = re.compile(r"nvjet|gemm|gemv|few_rows", re.IGNORECASE)
 _BESIDE = re.compile(r"reduce|flash|attention|sgemm", re.IGNORECASE)  # of those, no product with a weight
 _ATTENTION = re.compile(r"attend|attention|combine", re.IGNORECASE)
 _LAYER = ("q", "k", "v", "o", "gate", "up", "down")

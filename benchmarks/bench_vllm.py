@@ -7,11 +7,13 @@
 vLLM has to be installed, and this project beside it, not only its folder: vLLM finds plugins by entry points.
 Run it outside of the project's root, which would hide the installed package.
 
-load: random weights; 1 to 32 users, each sends a prompt of 128 tokens, waits for 64, and sends the next one.
-Sides: vLLM's first runner (v1) and its second one (v2) as they are by default, and this backend. Each side
-has a process of its own, all on one GPU. They start one after the other, compiling into empty caches
-(`engine_s` is the time of making the engine, `ready_s` counts from the start of the process and includes the
-imports, which the first side reads from the disk), and take turns in serving.
+load: random weights; 1 to 32 users, each sends a prompt of 128 tokens, waits for 64, and sends the next one;
+on demand again with lengths uniform from half of these up (`--ratios 1,0.5`). Sides: vLLM's first runner (v1)
+and its second one (v2) as they are by default, this backend in vLLM (piecewise), and on demand this project's
+own engine (own), all on the same requests. Each side has a process of its own, all on one GPU. They start one
+after the other, compiling into empty caches (`engine_s` is the time of making the engine, `ready_s` counts
+from the start of the process and includes the imports, which the first side reads from the disk), and take
+turns in serving.
 
 decode: in the same processes, steps that nothing joins or leaves: wall time, host time of the model's call,
 the device's idle share under torch's profiler, and what Python's time goes to under cProfile.
@@ -50,7 +52,7 @@ from benchmarks.eagle_pair import MODELS, prompts_of_all_lengths
 from benchmarks.llama import SHAPES
 from benchmarks.vllm_engine import Engine, EngineError, Row
 from benchmarks.vllm_report import marks_of, matrix
-from benchmarks.vllm_sides import SIDES, caches_of
+from benchmarks.vllm_sides import OWN, SIDES, caches_of
 
 Key = TypeVar("Key", bound=Hashable)  # of an engine
 PROMPT, NEW_TOKENS, WARM_UP = 128, 64, 2  # tokens, tokens, requests per user of a turn that is not counted
@@ -141,11 +143,13 @@ def load_and_decode(shape: str, options: argparse.Namespace) -> Iterator[Row]:
         yield from ({"part": "start", "shape": shape, **row} for row in started.values())
         for users in map(int, options.users.split(",")):
             common = {"shape": shape, "users": users}
-            if "load" in parts:
-                for side, turns in served_in_turns(ready, users, options).items():
-                    yield {"part": "load", **common, "side": side, **middle(turns, "tok_s")}
+            for ratio in options.ratios if "load" in parts else ():
+                for side, turns in served_in_turns(ready, users, ratio, options).items():
+                    found = {"side": side, "ratio": ratio, **middle(turns, "tok_s")}
+                    yield {"part": "load", **common, **found}
             if "decode" in parts:
-                yield from ({"part": "decode", **common, **row} for row in decoded(ready, users, options))
+                theirs = {side: engine for side, engine in ready.items() if side != OWN}
+                yield from ({"part": "decode", **common, **row} for row in decoded(theirs, users, options))
 
 
 def in_turns(ready: Mapping[str, Engine], turns: int, name: str, **asked: Any) -> dict[str, list[Row]]:
@@ -157,9 +161,9 @@ def in_turns(ready: Mapping[str, Engine], turns: int, name: str, **asked: Any) -
 
 
 def served_in_turns(
-    ready: Mapping[str, Engine], users: int, options: argparse.Namespace
+    ready: Mapping[str, Engine], users: int, ratio: float, options: argparse.Namespace
 ) -> dict[str, list[Row]]:
-    asked = {"users": users, "prompt": PROMPT, "new_tokens": NEW_TOKENS}
+    asked = {"users": users, "prompt": PROMPT, "new_tokens": NEW_TOKENS, "ratio": ratio}
     in_turns(ready, 1, "load", count=users * WARM_UP, **asked)
     return in_turns(ready, options.turns, "load", count=users * options.per_user, **asked)
 
@@ -204,7 +208,8 @@ def eagle(shape: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def answers(options: argparse.Namespace) -> Iterator[Row]:
-    for row in compared({"": trained_model()}, list(SIDES), options):
+    sides = [side for side in SIDES if side != OWN]
+    for row in compared({"": trained_model()}, sides, options):
         yield {"part": "answers", **row}
 
 
@@ -287,6 +292,10 @@ def print_profile(what: str, host: Sequence[Row], kernels: Sequence[Row]) -> Non
     print(table(kernels, ("kernel", "calls", "us")), flush=True)
 
 
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -294,6 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sides", default="v1,v2,piecewise", help="of load and decode")
     parser.add_argument("--shapes", default="1b,8b")
     parser.add_argument("--users", default="1,4,16,32")
+    parser.add_argument("--ratios", type=_numbers, default="1", help="of the shortest lengths to the longest")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--per-user", type=int, default=8, help="requests of a user per turn")
     parser.add_argument("--prompts", type=int, default=64)

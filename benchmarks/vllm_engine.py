@@ -19,9 +19,10 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
-from benchmarks.vllm_sides import SIDES, environment_of
+from benchmarks.vllm_sides import OWN, SIDES, environment_of
 
 COUNTS = ("replays", "full_replays", "fallbacks", "fallbacks:above_max_tokens")  # of this backend
+VOCABULARY = 128256  # of random prompts
 ANSWER_S = 180  # seconds that an answer may take
 PHASES = ("load_model", "determine_available_memory", "compile_or_warm_up_model")  # of a worker's start
 Row = dict[str, Any]
@@ -44,7 +45,7 @@ class Engine:
         processes = multiprocessing.get_context("spawn")
         self._connection, theirs = processes.Pipe()
         given = {**settings, **SIDES[side].settings}
-        self._process = processes.Process(target=_serve, args=(environment_of(side), given, theirs))
+        self._process = processes.Process(target=_serve, args=(side, given, theirs))
         self._process.start()
         theirs.close()
 
@@ -77,10 +78,10 @@ class EngineError(Exception):
     """What went wrong in an engine's process."""
 
 
-def _serve(environment: Mapping[str, str], settings: Mapping[str, Any], parent: Connection) -> None:
-    os.environ |= environment
+def _serve(side: str, settings: Mapping[str, Any], parent: Connection) -> None:
+    os.environ |= environment_of(side)
     try:
-        served = Served(settings)
+        served = _engine_of(side)(settings)
         parent.send({"engine_s": served.seconds, "phases": served.phases})
         while True:
             name, options = parent.recv()
@@ -91,11 +92,23 @@ def _serve(environment: Mapping[str, str], settings: Mapping[str, Any], parent: 
         parent.send(EngineError(f"{type(problem).__name__}: {' '.join(str(problem).split())[-600:]}"))
 
 
+def _engine_of(side: str) -> Callable[[Mapping[str, Any]], Any]:
+    if side != OWN:
+        return Served
+    from benchmarks.own_engine import OwnEngine
+
+    return OwnEngine
+
+
 @dataclass
 class Load:
-    """A closed loop's requests, and when each one began, gave its first token and its last one."""
+    """A closed loop's requests, and when each one began, gave its first token and its last one.
 
-    waiting: list[tuple[str, Prompt]]
+    Attributes:
+        waiting: name, prompt and number of new tokens of each.
+    """
+
+    waiting: list[tuple[str, Prompt, int]]
     began: dict[str, float] = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
@@ -166,17 +179,24 @@ class Served:
 
     # --- throughput ---------------------------------------------------------------------------------
 
-    def load(self, users: int, count: int, prompt: int, new_tokens: int) -> Row:
+    def load(self, users: int, count: int, prompt: int, new_tokens: int, ratio: float) -> Row:
         """Serve `count` random prompts, `users` at a time.
+
+        Args:
+            prompt, new_tokens: largest lengths; they are uniform from `ratio` times these up.
 
         Returns:
             tok_s (output tokens per second), medians tpot_ms and ttft_ms, forwards, this backend's counts.
         """
+        from piecewise_graph.bench import load as lengths
+
         before = self._counts()
-        load = Load([(self._name(), self._random(prompt)) for _ in range(count)])
+        asked = lengths.arrivals(lengths.Load(prompt, new_tokens, ratio, vocab_size=VOCABULARY), count)
+        load = Load([(self._name(), list(each.prompt), each.max_new_tokens) for each in asked])
+        wanted = {name: new for name, _, new in load.waiting}
         began = time.perf_counter()
         while load.waiting and len(load.began) < users:
-            self._begin(load, new_tokens)
+            self._begin(load)
         while len(load.last) < len(load.began):
             for out in self.engine.step():
                 now = time.perf_counter()
@@ -184,19 +204,19 @@ class Served:
                 if out.finished:
                     load.last[out.request_id] = now
                     if load.waiting:
-                        self._begin(load, new_tokens)
+                        self._begin(load)
         wall = time.perf_counter() - began
-        each = [(load.last[name] - load.first[name]) / (new_tokens - 1) for name in load.last]
+        each = [(load.last[name] - load.first[name]) / max(wanted[name] - 1, 1) for name in load.last]
         until = [load.first[name] - load.began[name] for name in load.last]
         row = {
-            "tok_s": count * new_tokens / wall,
+            "tok_s": sum(wanted.values()) / wall,
             "tpot_ms": 1e3 * median(each),
             "ttft_ms": 1e3 * median(until),
         }
         return row | self._counts_since(before)
 
-    def _begin(self, load: Load, new_tokens: int) -> None:
-        name, prompt = load.waiting.pop(0)
+    def _begin(self, load: Load) -> None:
+        name, prompt, new_tokens = load.waiting.pop(0)
         load.began[name] = time.perf_counter()
         self._add(name, prompt, new_tokens)
 

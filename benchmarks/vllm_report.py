@@ -7,8 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.common import Mark
 from benchmarks.vllm_engine import Row
+from benchmarks.vllm_sides import OWN
 
 OURS, BASE = "piecewise", "v1"  # this backend runs on vLLM's first runner
+OWN_GAINS = {  # output tokens per second of this project's engine over vLLM's, by shape and users
+    "1b": {1: 1.4, 4: 1.4, 16: 1.2, 32: 1.2},
+    "8b": {1: 1.15, 4: 1.15, 16: 1.15, 32: 1.15},
+}
 NOT_REPLAYED = 0.01  # of the forwards up to the largest captured size
 
 
@@ -19,6 +24,7 @@ def marks_of(rows: Sequence[Row]) -> list[Mark]:
         Mark("starts and parts that failed", failed, 0),
         *_over(rows, "start", "engine_s", "seconds to make the engine"),
         *_load_marks(rows),
+        *_own_marks(rows),
         *_over(rows, "eagle", "round_ms", "time of a round"),
         *_answer_marks(rows),
     ]
@@ -37,6 +43,14 @@ def _load_marks(rows: Sequence[Row]) -> Iterator[Mark]:
         yield Mark(f"{name}: share not replayed", not_replayed(ours), NOT_REPLAYED)
 
 
+def _own_marks(rows: Sequence[Row]) -> Iterator[Mark]:
+    for own, theirs in _pairs(rows, "load", OWN):
+        name, gain = _name(own), OWN_GAINS.get(own["shape"], {}).get(own["users"])
+        if gain is not None:
+            yield Mark(f"{name}: {BASE}'s tok/s over our engine's", theirs["tok_s"] / own["tok_s"], 1 / gain)
+            yield Mark(f"{name}: our engine's TTFT over {BASE}'s", own["ttft_ms"] / theirs["ttft_ms"], 1.0)
+
+
 def _answer_marks(rows: Sequence[Row]) -> Iterator[Mark]:
     """Ours may leave eager's as often as the first runner's do: bf16 has near ties."""
     for part, what in (("answers", "64 prompts"), ("features", ""), ("http", "vllm serve")):
@@ -51,21 +65,22 @@ def not_replayed(row: Row) -> float:
     return 1 - row["replays"] / within if within else math.nan
 
 
-def _pairs(rows: Sequence[Row], part: str) -> Iterator[tuple[Row, Row]]:
-    """(ours, the first runner's) of each case that both were measured in."""
+def _pairs(rows: Sequence[Row], part: str, side: str = OURS) -> Iterator[tuple[Row, Row]]:
+    """(a side's, the first runner's) of each case that both were measured in."""
     cases: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in rows:
         if row["part"] == part and "error" not in row:
-            key = tuple(row.get(name) for name in ("shape", "users", "feature"))
+            key = tuple(row.get(name) for name in ("shape", "users", "ratio", "feature"))
             cases.setdefault(key, {})[row.get("side", "")] = row
     for sides in cases.values():
-        if OURS in sides and BASE in sides:
-            yield sides[OURS], sides[BASE]
+        if side in sides and BASE in sides:
+            yield sides[side], sides[BASE]
 
 
 def _name(row: Row) -> str:
     users = row.get("users")
     told = "" if users is None else f", {users} user{'s' * (users > 1)}"
+    told += f", lengths from {row['ratio']:g}" if row.get("ratio", 1) < 1 else ""
     return f"{row['part']} {row['shape']}{told}"
 
 
@@ -87,7 +102,7 @@ def _speed(rows: Sequence[Row]) -> list[str]:
         cells = [
             row["shape"],
             row["users"],
-            row["side"],
+            row["side"] + (f", lengths from {row['ratio']:g}" if row.get("ratio", 1) < 1 else ""),
             f"{row['tok_s']:,.0f} ({row['low']:,.0f}, {row['high']:,.0f})",
         ]
         cells += [f"{row['tpot_ms']:.2f}", f"{row['ttft_ms']:.1f}"]

@@ -20,12 +20,14 @@ class Side:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+OWN = "own"  # this project's engine, without vLLM
 FIRST_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 SIDES = {
     "eager": Side({"enforce_eager": True}, FIRST_RUNNER),
     "v1": Side(environment=FIRST_RUNNER),
     "v2": Side(environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
     "piecewise": Side({"compilation_config": {"backend": "piecewise"}}),
+    OWN: Side(),
 }
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

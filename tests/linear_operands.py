@@ -9,8 +9,7 @@ from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = settings(max_examples=15 if INTERPRETED else 60)
-# The interpreter multiplies matrices of bfloat16 as if they were integers.
-DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
+DTYPES = [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 
 

@@ -26,7 +26,7 @@ def a_step(us: float, rotary: bool = False) -> list[Event]:
         kernel("combine", 1.0),
         kernel("nvjet_splitK", us),
         kernel("cublasLt::splitKreduce_kernel", 2.0),
-        *(kernel("one_row", us) for _ in ("gate", "up", "down")),
+        *(kernel("few_rows", us) for _ in ("gate", "up", "down")),
         kernel("triton_red_norm", 3.0),
     ]
     first = [kernel("sgemm", 4.0)] if rotary else []

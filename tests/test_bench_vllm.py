@@ -164,6 +164,26 @@ def test_replays_above_the_largest_size_are_left_out() -> None:
     assert "| 1b | 1 | piecewise | 8 (9, 11) | 1.00 | 2.0 | 1.1% | - | - | - |" in matrix(rows)
 
 
+def test_this_projects_engine_is_one_more_side() -> None:
+    own = importlib.import_module("benchmarks.own_engine")
+    served = own.OwnEngine({"model": "models/tiny", "max_num_seqs": 2, "max_model_len": 64})
+    assert 0 < served.phases["load_model"] < served.seconds
+    row = served.load(users=2, count=3, prompt=5, new_tokens=4, ratio=0.5)
+    assert row["tok_s"] > 0 and row["tpot_ms"] > 0 and row["ttft_ms"] > 0
+
+
+def test_the_marks_of_our_engine() -> None:
+    common = {"part": "load", "shape": "1b", "users": 16, "tpot_ms": 1.0, "low": 9, "high": 11, "ratio": 0.5}
+    rows = [
+        common | {"side": "v1", "tok_s": 10, "ttft_ms": 2.0},
+        common | {"side": "own", "tok_s": 16, "ttft_ms": 1.0},
+    ]
+    _, speed, first = marks_of(rows)
+    assert (speed.value, speed.limit, first.value) == (0.625, pytest.approx(1 / 1.2), 0.5)
+    assert speed.name == "load 1b, 16 users, lengths from 0.5: v1's tok/s over our engine's"
+    assert "| 1b | 16 | own, lengths from 0.5 | 16 (9, 11) | 1.00 | 1.0 | - | - | - | - |" in matrix(rows)
+
+
 def test_the_table_is_made_from_the_results(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(__file__).parents[1] / "benchmarks"
     found = json.loads((folder / "results" / "bench_vllm.json").read_text())

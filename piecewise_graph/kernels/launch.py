@@ -11,9 +11,10 @@ Note [The C launcher]
 It allocates scratch memory for kernels that need it. For a kernel that needs none, in a Triton version with
 known argument order, the C function underneath is called directly.
 
-Note [Scalars of the interpreter]
-The interpreter holds scalars as arrays of one element and converts them with `int` for the bounds of loops;
-numpy 2.4 refuses that. Until Triton takes the element itself, `_mend_interpreter` does.
+Note [The interpreter]
+It holds scalars as arrays of one element and converts them with `int` for the bounds of loops; numpy 2.4
+refuses that. It holds bfloat16 as integers, and multiplies matrices of these integers. Until Triton mends
+both, `_mend_interpreter` does.
 """
 
 from __future__ import annotations
@@ -117,18 +118,26 @@ def kernels_serve(tensor: Tensor) -> bool:
 
 @cache
 def _mend_interpreter() -> None:
-    """See Note [Scalars of the interpreter]."""
+    """See Note [The interpreter]."""
+    from triton import language as tl
     from triton.runtime import interpreter
 
-    patch = getattr(interpreter, "_patch_lang_tensor", None)
-    if patch is None:
-        return
+    builder: Any = getattr(interpreter, "InterpreterBuilder", None)
+    patch: Any = getattr(interpreter, "_patch_lang_tensor", None)
+    product: Any = getattr(builder, "create_dot", None)
 
     def patch_and_mend(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = patch_and_mend
+    def product_of_floats(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        wide = (self.cast_impl(v, tl.float32) if v.dtype.scalar == tl.bfloat16 else v for v in (a, b))
+        return product(self, *wide, *rest)
+
+    if patch is not None:
+        interpreter._patch_lang_tensor = patch_and_mend
+    if product is not None:
+        builder.create_dot = product_of_floats
 
 
 def _enqueue(variant: Any, device: int) -> Enqueue:

@@ -81,6 +81,69 @@ def _prefetch_and_wait(row, first, columns, DEPENDENT: tl.constexpr):
 
 
 @triton.jit
+def _of_one_row(
+    x,
+    row,
+    first,
+    part,
+    columns,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Products `[BLOCK_N, 1]` of `part` columns from `first` on with one row of x."""
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for step in range(0, part, BLOCK_K):
+        k = first + step + tl.arange(0, BLOCK_K)
+        w = _load(row[:, None] + k[None, :], k[None, :] < columns, EVEN).to(tl.float32)
+        v = tl.load(x + k) if EVEN else tl.load(x + k, mask=k < columns, other=0.0)
+        total += w * v.to(tl.float32)[None, :]
+    return tl.sum(total, 1)[:, None]
+
+
+@triton.jit
+def _of_few_rows(
+    x,
+    row,
+    first,
+    part,
+    tokens,
+    columns,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The same with several rows: `[BLOCK_N, TOKENS]`.
+
+    The weight is the left operand of the matrix product: its rows fill the longer side of a tensor core,
+    tokens the shorter one. A block of few rows has several PARTS of columns in a step. Each has warps of its
+    own, so that all warps have work and enough bytes are in flight.
+    """
+    m = tl.arange(0, TOKENS)
+    if PARTS == 1:
+        total = tl.zeros((BLOCK_N, TOKENS), tl.float32)
+        for step in range(0, part, BLOCK_K):
+            k = first + step + tl.arange(0, BLOCK_K)
+            w = _load(row[:, None] + k[None, :], k[None, :] < columns, EVEN)
+            inside = (m[None, :] < tokens) if EVEN else (m[None, :] < tokens) & (k[:, None] < columns)
+            v = tl.load(x + m[None, :] * columns + k[:, None], mask=inside, other=0.0)
+            total = tl.dot(w, v, total)
+        return total
+    totals = tl.zeros((PARTS, BLOCK_N, TOKENS), tl.float32)
+    own = tl.arange(0, PARTS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    for step in range(0, part, PARTS * BLOCK_K):
+        k = first + step + own
+        w = _load(row[None, :, None] + k[:, None, :], k[:, None, :] < columns, EVEN)
+        inside = m[None, None, :] < tokens
+        inside = inside if EVEN else inside & (k[:, :, None] < columns)
+        v = tl.load(x + m[None, None, :] * columns + k[:, :, None], mask=inside, other=0.0)
+        totals = tl.dot(w, v, totals)
+    return tl.sum(totals, 0)
+
+
+@triton.jit
 def _store(
     total,
     bias,
@@ -103,62 +166,9 @@ def _store(
         is_gate = tl.arange(0, 2)[:, None, None] == 0
         gate, up = tl.sum(tl.where(is_gate, pair, 0.0), 0), tl.sum(tl.where(is_gate, 0.0, pair), 0)
         total = gate * tl.sigmoid(gate) * up
-    place = out + (split * tokens + m[None, :]) * rows + n[:, None]
-    tl.store(place, total.to(out.dtype.element_ty), mask=(m[None, :] < tokens) & (n[:, None] < rows))
-
-
-@triton.jit(do_not_specialize=["tokens", "rows0", "rows1", "rows2", "columns"])
-def one_row(
-    x,
-    w0,
-    w1,
-    w2,
-    b0,
-    b1,
-    b2,
-    out0,
-    out1,
-    out2,
-    tokens,
-    rows0,
-    rows1,
-    rows2,
-    columns,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PARTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """`out[split, n] = sum over the split's k of x[k] * weight[n, k]`, the bias in the first split.
-
-    Args:
-        x: `[columns]`; weights: `[rows, columns]`; biases: `[rows]`; results: `[SPLITS, rows]`. All are
-            contiguous. The grid has programs for one, two or three of the members.
-        tokens, PARTS, TOKENS: 1 and unused; both kernels are launched alike.
-        EVEN: blocks divide the columns.
-        GATED: one result, `silu(w0 x + b0) * (w1 x + b1)`; one split.
-    """
-    if EVEN:
-        columns = columns // 16 * 16  # which tells Triton that rows are as aligned as the first one
-    part = tl.cdiv(columns, SPLITS * BLOCK_K) * BLOCK_K
-    split = tl.program_id(1)
-    row, bias, out, rows, first = _block(
-        w0, w1, w2, b0, b1, b2, out0, out1, out2, rows0, rows1, rows2, columns, BLOCK_N, GATED
-    )
-    _prefetch_and_wait(row, split * part, columns, DEPENDENT)
-    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for step in range(0, part, BLOCK_K):
-        k = split * part + step + tl.arange(0, BLOCK_K)
-        w = _load(row[:, None] + k[None, :], k[None, :] < columns, EVEN).to(tl.float32)
-        v = tl.load(x + k) if EVEN else tl.load(x + k, mask=k < columns, other=0.0)
-        total += w * v.to(tl.float32)[None, :]
-    result = tl.sum(total, 1)[:, None]
-    _store(result, bias, out, rows, first, tokens, split, BLOCK_N, TOKENS, HAS_BIAS, GATED)
+    place = (split * tokens + m[None, :]) * rows + n[:, None]
+    inside = (m[None, :] < tokens) & (n[:, None] < rows)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows0", "rows1", "rows2", "columns"])
@@ -188,41 +198,30 @@ def few_rows(
     GATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The same for `x [tokens, columns]` and results `[SPLITS, tokens, rows]`, at most TOKENS tokens.
+    """`out[split, m, n] = sum over the split's k of x[m, k] * weight[n, k]`, the bias in the first split.
 
-    The weight is the left operand of the matrix product: its rows fill the longer side of a tensor core,
-    tokens the shorter one. A block of few rows has several PARTS of columns in a step. Each has warps of its
-    own, so that all warps have work and enough bytes are in flight.
+    Args:
+        x: `[tokens, columns]`; weights: `[rows, columns]`; biases: `[rows]`; results:
+            `[SPLITS, tokens, rows]`. All are contiguous. The grid has programs for one, two or three of the
+            members.
+        TOKENS: at least `tokens`; 1, or 16 and more.
+        EVEN: blocks divide the columns.
+        GATED: one result, `silu(w0 x + b0) * (w1 x + b1)`; one split.
     """
     if EVEN:
         columns = columns // 16 * 16  # which tells Triton that rows are as aligned as the first one
     part = tl.cdiv(columns, SPLITS * PARTS * BLOCK_K) * PARTS * BLOCK_K
     split = tl.program_id(1)
-    row, bias, out, rows, first = _block(
+    row, bias, out, rows, start = _block(
         w0, w1, w2, b0, b1, b2, out0, out1, out2, rows0, rows1, rows2, columns, BLOCK_N, GATED
     )
-    m = tl.arange(0, TOKENS)
-    _prefetch_and_wait(row, split * part, columns, DEPENDENT)
-    if PARTS == 1:
-        total = tl.zeros((BLOCK_N, TOKENS), tl.float32)
-        for step in range(0, part, BLOCK_K):
-            k = split * part + step + tl.arange(0, BLOCK_K)
-            w = _load(row[:, None] + k[None, :], k[None, :] < columns, EVEN)
-            inside = (m[None, :] < tokens) if EVEN else (m[None, :] < tokens) & (k[:, None] < columns)
-            v = tl.load(x + m[None, :] * columns + k[:, None], mask=inside, other=0.0)
-            total = tl.dot(w, v, total)
+    first = split * part
+    _prefetch_and_wait(row, first, columns, DEPENDENT)
+    if TOKENS == 1:
+        total = _of_one_row(x, row, first, part, columns, BLOCK_N, BLOCK_K, EVEN)
     else:
-        totals = tl.zeros((PARTS, BLOCK_N, TOKENS), tl.float32)
-        own = tl.arange(0, PARTS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        for step in range(0, part, PARTS * BLOCK_K):
-            k = split * part + step + own
-            w = _load(row[None, :, None] + k[:, None, :], k[:, None, :] < columns, EVEN)
-            inside = m[None, None, :] < tokens
-            inside = inside if EVEN else inside & (k[:, :, None] < columns)
-            v = tl.load(x + m[None, None, :] * columns + k[:, :, None], mask=inside, other=0.0)
-            totals = tl.dot(w, v, totals)
-        total = tl.sum(totals, 0)
-    _store(total, bias, out, rows, first, tokens, split, BLOCK_N, TOKENS, HAS_BIAS, GATED)
+        total = _of_few_rows(x, row, first, part, tokens, columns, BLOCK_N, BLOCK_K, PARTS, TOKENS, EVEN)
+    _store(total, bias, out, rows, start, tokens, split, BLOCK_N, TOKENS, HAS_BIAS, GATED)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -70,17 +70,17 @@ def _launch(
     (tokens, columns), rows = x.shape, [len(weight) for weight in weights]
     even = columns % (config.block_k * config.parts * config.splits) == 0
     blocks = sum(-(-n // config.block_n) for n in ([2 * rows[0]] if gated else rows))
-    dependent, one_row = dependent_launches(x.device), tokens == 1
+    dependent = dependent_launches(x.device)
     weights = [weight.contiguous() for weight in weights]
     given = [bias.contiguous() for bias in biases if bias is not None] or weights  # which are not read then
-    _launcher(one_row, config.warps, config.stages, dependent)(
+    _launcher(config.warps, config.stages, dependent)(
         (blocks, config.splits, 1),
         (x, *_three(weights), *_three(given), *_three(outputs), tokens, *_three(rows), columns),
         config.block_n,
         config.block_k,
         config.splits,
         config.parts,
-        1 if one_row else max(16, 1 << (tokens - 1).bit_length()),
+        1 if tokens == 1 else max(16, 1 << (tokens - 1).bit_length()),
         even,
         biases[0] is not None,
         gated,
@@ -94,11 +94,10 @@ def _three(values: Sequence[Any]) -> list[Any]:
 
 
 @cache
-def _launcher(one_row: bool, warps: int, stages: int, dependent: bool) -> Launcher:
-    from piecewise_graph.kernels.linear import linear_kernels
+def _launcher(warps: int, stages: int, dependent: bool) -> Launcher:
+    from piecewise_graph.kernels.linear.linear_kernels import few_rows
 
-    kernel: Any = linear_kernels.one_row if one_row else linear_kernels.few_rows
-    return Launcher(kernel, num_warps=warps, num_stages=stages, launch_pdl=dependent)
+    return Launcher(few_rows, num_warps=warps, num_stages=stages, launch_pdl=dependent)
 
 
 @cache
