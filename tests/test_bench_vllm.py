@@ -184,10 +184,12 @@ def test_the_marks_of_our_engine() -> None:
     assert "| 1b | 16 | own, lengths from 0.5 | 16 (9, 11) | 1.00 | 1.0 | - | - | - | - |" in matrix(rows)
 
 
-def test_the_table_is_made_from_the_results(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["bench_vllm", "bench_vllm_load_1b", "bench_vllm_load_8b"])
+def test_the_table_is_made_from_the_results(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(__file__).parents[1] / "benchmarks"
-    found = json.loads((folder / "results" / "bench_vllm.json").read_text())
-    assert importlib.import_module("benchmarks.bench_vllm").main(["--report"]) == 0
+    file = folder / "results" / f"{name}.json"
+    found = json.loads(file.read_text())
+    assert importlib.import_module("benchmarks.bench_vllm").main(["--report", "--out", str(file)]) == 0
     told = capsys.readouterr().out.strip()
     assert told == matrix(found["rows"]) and told in (folder / "README.md").read_text()
     assert [mark.as_row() for mark in marks_of(found["rows"])] == found["marks"]

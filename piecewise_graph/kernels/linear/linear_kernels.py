@@ -166,9 +166,8 @@ def _store(
         is_gate = tl.arange(0, 2)[:, None, None] == 0
         gate, up = tl.sum(tl.where(is_gate, pair, 0.0), 0), tl.sum(tl.where(is_gate, 0.0, pair), 0)
         total = gate * tl.sigmoid(gate) * up
-    place = (split * tokens + m[None, :]) * rows + n[:, None]
-    inside = (m[None, :] < tokens) & (n[:, None] < rows)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+    place = out + (split * tokens + m[None, :]) * rows + n[:, None]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(m[None, :] < tokens) & (n[:, None] < rows))
 
 
 @triton.jit(do_not_specialize=["tokens", "rows0", "rows1", "rows2", "columns"])
