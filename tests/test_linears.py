@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from interpreter import assert_passes_interpreted, needs_kernels, starts_the_interpreter
+from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from linear_operands import DTYPES, EXAMPLES, TOLERANCE, operands
 from torch import Tensor
 from torch.nn import functional
@@ -95,7 +95,8 @@ class TestChoosing:
 
         found, expected = swiglu(x, [gate, up], biases), unfused(torch.float64)
         assert found.dtype == dtype and found.is_contiguous() and found.shape == expected.shape
-        if expected.numel() > 1000 and dtype != torch.float32:
+        rounds = dtype == torch.float16 or not INTERPRETED  # the interpreter cuts bfloat16 off
+        if expected.numel() > 1000 and dtype != torch.float32 and rounds:
             error, theirs = ((y.double() - expected).square().mean() for y in (found, unfused(dtype)))
             assert error <= 1.1 * theirs
         torch.testing.assert_close(found.double(), expected, rtol=3e-2, atol=6e-2)
