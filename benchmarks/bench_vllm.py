@@ -53,11 +53,12 @@ from benchmarks.llama import SHAPES
 from benchmarks.vllm_engine import Engine, EngineError, Row
 from benchmarks.vllm_report import marks_of, matrix
 from benchmarks.vllm_sides import OWN, SIDES, caches_of
+from piecewise_graph.bench.load import Load, arrivals
 
 Key = TypeVar("Key", bound=Hashable)  # of an engine
 PROMPT, NEW_TOKENS, WARM_UP = 128, 64, 2  # tokens, tokens, requests per user of a turn that is not counted
 PATIENCE = 300  # seconds until an engine is ready
-LLAMA = {  # beside its sizes
+LLAMA: dict[str, Any] = {  # beside its sizes
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
     "vocab_size": 128256, "num_key_value_heads": 8, "hidden_act": "silu",
     "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 8192,
@@ -163,9 +164,10 @@ def in_turns(ready: Mapping[str, Engine], turns: int, name: str, **asked: Any) -
 def served_in_turns(
     ready: Mapping[str, Engine], users: int, ratio: float, options: argparse.Namespace
 ) -> dict[str, list[Row]]:
-    asked = {"users": users, "prompt": PROMPT, "new_tokens": NEW_TOKENS, "ratio": ratio}
-    in_turns(ready, 1, "load", count=users * WARM_UP, **asked)
-    return in_turns(ready, options.turns, "load", count=users * options.per_user, **asked)
+    load = Load(PROMPT, NEW_TOKENS, ratio, vocab_size=LLAMA["vocab_size"])
+    in_turns(ready, 1, "load", users=users, requests=arrivals(load, users * WARM_UP))
+    requests = arrivals(load, users * options.per_user)
+    return in_turns(ready, options.turns, "load", users=users, requests=requests)
 
 
 def decoded(ready: Mapping[str, Engine], users: int, options: argparse.Namespace) -> Iterator[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import piecewise_graph as pg
 from benchmarks.llama import SHAPES, random_model
 from piecewise_graph.bench.drive import drive
-from piecewise_graph.bench.load import Load, arrivals
+from piecewise_graph.bench.load import Arrival
 from piecewise_graph.bench.metrics import Metrics
 from piecewise_graph.bench.setting import Setting
 from piecewise_graph.eagle.speculator import Speculator
@@ -36,7 +36,6 @@ class OwnEngine:
         pg.register_attention()
         model = random_model(SHAPES[Path(settings["model"]).name], device, "piecewise")
         loaded, requests = time.monotonic(), settings["max_num_seqs"]
-        self._vocabulary = model.get_input_embeddings().weight.shape[0]
         speculator = Speculator(
             model,
             shapes=[0],
@@ -51,10 +50,9 @@ class OwnEngine:
         self.seconds = time.monotonic() - began
         self.phases = {"load_model": loaded - began}
 
-    def load(self, users: int, count: int, prompt: int, new_tokens: int, ratio: float) -> Row:
-        """As `vllm_engine.Served.load`, the same requests."""
-        load = arrivals(Load(prompt, new_tokens, ratio, vocab_size=self._vocabulary), count)
-        timeline = drive(self._engine, load, users, self._setting.sampling)
+    def load(self, users: int, requests: Sequence[Arrival]) -> Row:
+        """As `vllm_engine.Served.load`."""
+        timeline = drive(self._engine, requests, users, self._setting.sampling)
         self._engine.step()  # a round without requests may still be under way
         found = Metrics.of(timeline, users)
         return {

@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.vllm_sides import OWN, SIDES, environment_of
 
+if TYPE_CHECKING:
+    from piecewise_graph.bench.load import Arrival
+
 COUNTS = ("replays", "full_replays", "fallbacks", "fallbacks:above_max_tokens")  # of this backend
-VOCABULARY = 128256  # of random prompts
 ANSWER_S = 180  # seconds that an answer may take
 PHASES = ("load_model", "determine_available_memory", "compile_or_warm_up_model")  # of a worker's start
 Row = dict[str, Any]
@@ -179,20 +181,14 @@ class Served:
 
     # --- throughput ---------------------------------------------------------------------------------
 
-    def load(self, users: int, count: int, prompt: int, new_tokens: int, ratio: float) -> Row:
-        """Serve `count` random prompts, `users` at a time.
-
-        Args:
-            prompt, new_tokens: largest lengths; they are uniform from `ratio` times these up.
+    def load(self, users: int, requests: Sequence[Arrival]) -> Row:
+        """Serve the requests, `users` at a time.
 
         Returns:
             tok_s (output tokens per second), medians tpot_ms and ttft_ms, forwards, this backend's counts.
         """
-        from piecewise_graph.bench import load as lengths
-
         before = self._counts()
-        asked = lengths.arrivals(lengths.Load(prompt, new_tokens, ratio, vocab_size=VOCABULARY), count)
-        load = Load([(self._name(), list(each.prompt), each.max_new_tokens) for each in asked])
+        load = Load([(self._name(), list(each.prompt), each.max_new_tokens) for each in requests])
         wanted = {name: new for name, _, new in load.waiting}
         began = time.perf_counter()
         while load.waiting and len(load.began) < users:

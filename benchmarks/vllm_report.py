@@ -80,8 +80,11 @@ def _pairs(rows: Sequence[Row], part: str, side: str = OURS) -> Iterator[tuple[R
 def _name(row: Row) -> str:
     users = row.get("users")
     told = "" if users is None else f", {users} user{'s' * (users > 1)}"
-    told += f", lengths from {row['ratio']:g}" if row.get("ratio", 1) < 1 else ""
-    return f"{row['part']} {row['shape']}{told}"
+    return f"{row['part']} {row['shape']}{told}{_lengths(row)}"
+
+
+def _lengths(row: Row) -> str:
+    return f", lengths from {row['ratio']:g}" if row.get("ratio", 1) < 1 else ""
 
 
 def matrix(rows: Sequence[Row]) -> str:
@@ -102,7 +105,7 @@ def _speed(rows: Sequence[Row]) -> list[str]:
         cells = [
             row["shape"],
             row["users"],
-            row["side"] + (f", lengths from {row['ratio']:g}" if row.get("ratio", 1) < 1 else ""),
+            row["side"] + _lengths(row),
             f"{row['tok_s']:,.0f} ({row['low']:,.0f}, {row['high']:,.0f})",
         ]
         cells += [f"{row['tpot_ms']:.2f}", f"{row['ttft_ms']:.1f}"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.vllm_report import marks_of, matrix
+from piecewise_graph.bench.load import Load, arrivals
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the benchmarks are run as such")
 
@@ -168,7 +169,7 @@ def test_this_projects_engine_is_one_more_side() -> None:
     own = importlib.import_module("benchmarks.own_engine")
     served = own.OwnEngine({"model": "models/tiny", "max_num_seqs": 2, "max_model_len": 64})
     assert 0 < served.phases["load_model"] < served.seconds
-    row = served.load(users=2, count=3, prompt=5, new_tokens=4, ratio=0.5)
+    row = served.load(2, arrivals(Load(5, 4, range_ratio=0.5, vocab_size=512), 3))
     assert row["tok_s"] > 0 and row["tpot_ms"] > 0 and row["ttft_ms"] > 0
 
 
