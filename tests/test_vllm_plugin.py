@@ -19,7 +19,6 @@ from vllm_worker_doubles import GPUModelRunner, Worker, config, eagle, started, 
 import piecewise_graph as pg
 from piecewise_graph.integrations import vllm as plugin
 from piecewise_graph.integrations.errors import IntegrationError
-from piecewise_graph.integrations.vllm_graphs import graph_sizes
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 SEGMENTS = doubles.LAYERS + 1  # the write of KV and attention are one step
@@ -290,11 +289,6 @@ def test_without_graphs_the_model_runs_compiled() -> None:
 
 def test_memory_is_planned_before_the_kv_cache_is_sized() -> None:
     assert worker().cudagraph_memory_estimate > 0
-
-
-def test_sizes_of_speculative_decoding_are_multiples_of_its_step() -> None:
-    assert graph_sizes([1, 2, 4, 8, 16], 3) == [1, 2, 3, 4, 6, 8, 9, 16]
-    assert graph_sizes([], 3) == []
 
 
 def test_what_became_of_the_model_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -44,7 +44,8 @@ class CompilationConfig:
     mode: CompilationMode | None = None
     cudagraph_mode: CUDAGraphMode | None = None
     custom_ops: list[str] = field(default_factory=list)
-    cudagraph_capture_sizes: list[int] = field(default_factory=lambda: list(SIZES))
+    cudagraph_capture_sizes: list[int] | None = None
+    max_cudagraph_capture_size: int | None = None
     inductor_compile_config: dict[str, Any] = field(default_factory=dict)
     static_forward_context: dict[str, Any] = field(default_factory=dict)
     _attention_ops = ("vllm::unified_attention_with_output", "vllm::mamba_mixer2")
@@ -95,8 +96,11 @@ class VllmConfig:
     kv_transfer_config: Any = None
     ec_transfer_config: Any = None
     speculative_config: Any = None
+    additional_config: Any = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.compilation_config.cudagraph_capture_sizes is None:
+            self.compilation_config.cudagraph_capture_sizes = list(SIZES)
         if self.compilation_config.mode is None:
             self.compilation_config.mode = CompilationMode.VLLM_COMPILE
         if self.compilation_config.cudagraph_mode is None:

@@ -40,6 +40,7 @@ class GPUModelRunner:
     def __init__(self, config: VllmConfig) -> None:
         self.vllm_config, self.compilation_config = config, config.compilation_config
         self.speculative_config, self.uniform_decode_query_len = config.speculative_config, 1
+        self.max_num_tokens = MOST_TOKENS
         self.input_ids = torch.zeros(MOST_TOKENS, dtype=torch.long)
         self.positions = torch.zeros(MOST_TOKENS, dtype=torch.long)
         self.slots = torch.full((MOST_TOKENS,), -1)

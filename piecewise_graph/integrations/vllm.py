@@ -14,6 +14,8 @@ Note [Settings]
   default, mode 3, takes vLLM's own compiler.
 * cudagraph_mode FULL_DECODE_ONLY: decode batches are padded by vLLM, keep their metadata in persistent
   buffers, and are one graph each. Other batches come at their live length, and are replayed piecewise.
+* additional_config "piecewise_prompt_tokens": how long the steps are that get graphs beyond vLLM's capture
+  sizes (vllm_sizes.py). It is not set where the user chose capture sizes.
 * custom_ops "none", and "native" first among the implementations of vLLM's IR ops: Inductor then fuses norms,
   activations and rotary embeddings. For a backend not called "inductor", vLLM chooses opaque kernels.
 * inductor_compile_config is vLLM's own: Inductor gets it for our segments too (vllm_graphs.py). By default it
@@ -31,6 +33,7 @@ from typing import Any
 
 from piecewise_graph.integrations.errors import IntegrationError
 from piecewise_graph.integrations.stacks import VLLM
+from piecewise_graph.integrations.vllm_sizes import configure_prompts
 
 BACKEND = "piecewise"
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
@@ -155,6 +158,7 @@ def configure(config: Any) -> None:
     compilation.mode = VLLM.imported(_COMPILATION, "CompilationMode.STOCK_TORCH_COMPILE")
     if compilation.cudagraph_mode is None:
         compilation.cudagraph_mode = VLLM.imported(_COMPILATION, "CUDAGraphMode.FULL_DECODE_ONLY")
+    configure_prompts(config)
     custom_ops = VLLM.required(compilation, "custom_ops", "CompilationConfig")
     if not {"all", "none"} & set(custom_ops):
         custom_ops.append("none")

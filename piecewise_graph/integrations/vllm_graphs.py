@@ -34,6 +34,7 @@ from piecewise_graph.integrations.errors import IntegrationError
 from piecewise_graph.integrations.stacks import VLLM
 from piecewise_graph.integrations.vllm_decode import DecodeBatch
 from piecewise_graph.integrations.vllm_logits import MOST_ROWS, ServedLogits
+from piecewise_graph.integrations.vllm_sizes import graph_sizes, prompt_sizes
 
 log = logging.getLogger("vllm.piecewise_graph")
 
@@ -59,13 +60,6 @@ def register_splitting_ops(compilation: Any) -> None:
         pg.register_splitting_op(name, capturable=True)
     for name in _HOST_BOUND:
         pg.register_splitting_op(name)
-
-
-def graph_sizes(sizes: Sequence[int], rows: int) -> list[int]:
-    """vLLM's capture sizes, and the multiples of `rows`, tokens of one decode step, that it makes of them."""
-    largest = max(sizes, default=0)
-    rounded = {-(-size // rows) * rows for size in sizes}
-    return sorted({*sizes, *(size for size in rounded if size <= largest)})
 
 
 class ServedModel:
@@ -252,6 +246,8 @@ class RunnerGraphs:
         register_splitting_ops(compilation)
         given = VLLM.required(compilation, "cudagraph_capture_sizes", "CompilationConfig") or []
         sizes = graph_sizes(given, VLLM.required(runner, "uniform_decode_query_len", "GPUModelRunner"))
+        most = VLLM.required(runner, "max_num_tokens", "GPUModelRunner")
+        sizes += prompt_sizes(sizes, VLLM.required(runner, "vllm_config", "GPUModelRunner"), most)
         self._inductor = VLLM.required(compilation, "inductor_compile_config", "CompilationConfig")
         self.models, self.logits = [], []
         self._take(VLLM.required(runner, "model", "GPUModelRunner"), "target", sizes)

@@ -1,0 +1,63 @@
+"""Which token counts of vLLM's models get graphs: vLLM's own, and some of prompts beyond them.
+
+vLLM captures up to 512 tokens, or twice the requests that it serves at a time. A step of prompts above that
+launches each kernel. Where the model is small for its GPU, launching takes longer than computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from piecewise_graph.integrations.errors import IntegrationError
+from piecewise_graph.integrations.stacks import VLLM
+
+SETTING = "piecewise_prompt_tokens"  # in vLLM's `additional_config`, which is for plugins
+_PROMPT_TOKENS = 2048
+_FINE, _FINE_UP_TO, _COARSE = 64, 512, 128  # tokens from one size to the next
+
+
+def configure_prompts(config: Any) -> None:
+    """Settle, before vLLM makes its capture sizes, up to how many tokens prompts get graphs.
+
+    Where the user chose capture sizes, those are all there are.
+
+    Raises:
+        IntegrationError: the user's setting is no number of tokens; or vLLM has no such settings.
+    """
+    compilation = config.compilation_config
+    chosen = (
+        VLLM.required(compilation, "cudagraph_capture_sizes", "CompilationConfig"),
+        VLLM.required(compilation, "max_cudagraph_capture_size", "CompilationConfig"),
+    )
+    settings = VLLM.required(config, "additional_config", "VllmConfig")
+    if isinstance(settings, dict):
+        value = settings.setdefault(SETTING, _PROMPT_TOKENS if chosen == (None, None) else 0)
+        if type(value) is not int or value < 0:
+            raise IntegrationError.unsupported(f"{SETTING} = {value!r}", "give a number of tokens.")
+
+
+def graph_sizes(sizes: Sequence[int], rows: int) -> list[int]:
+    """vLLM's capture sizes, and the multiples of `rows`, tokens of one decode step, that it makes of them."""
+    largest = max(sizes, default=0)
+    rounded = {-(-size // rows) * rows for size in sizes}
+    return sorted({*sizes, *(size for size in rounded if size <= largest)})
+
+
+def prompt_sizes(sizes: Sequence[int], config: Any, most: int) -> list[int]:
+    """Token counts beyond `sizes`, for prompts; none where there are no graphs.
+
+    Args:
+        config: vLLM's, after `configure_prompts`.
+        most: tokens of vLLM's longest step.
+    """
+    settings = VLLM.required(config, "additional_config", "VllmConfig")
+    limit = min(settings.get(SETTING, 0), most) if sizes and isinstance(settings, dict) else 0
+    return [size for size in _multiples(limit) if size > max(sizes)]
+
+
+def _multiples(limit: int) -> Iterator[int]:
+    """GPUs multiply in tiles of 64 or 128 rows, so padding up to the next multiple costs little."""
+    for size in range(_FINE, limit + 1, _FINE):
+        if size <= _FINE_UP_TO or size % _COARSE == 0:
+            yield size
