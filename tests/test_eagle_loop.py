@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_cases import prefill, resources
+from eagle_cases import QUICK, prefill, resources, small_target
 from transformers import AutoModelForCausalLM
 
 import piecewise_graph as pg
@@ -243,3 +243,15 @@ def test_generate_command_labels_synthetic_acceptance(capsys: pytest.CaptureFixt
     asked = ["generate", "--model", TARGET, "--draft", HEAD, "--topk", "2", "--max-new-tokens", "16"]
     assert main([*asked, "--compiler", "eager", "--synthetic-accept-length", "2", "--graphs", "eager"]) == 0
     assert "SYNTHETIC acceptance: a mean of 2.00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("own_code", [False, True])
+def test_a_model_of_transformers_is_traced_once(own_code: bool) -> None:
+    """Any other one is traced at one token as well, which tells whether it does the same there."""
+    model = small_target()
+    if own_code:
+        model.__class__ = type("Mine", (type(model),), {"__module__": __name__})
+    stats = torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    Speculator(model, shapes=[PLAIN], max_requests=2, max_seq_len=16, **QUICK).prepare()
+    assert stats["unique_graphs"] - before == 1 + own_code

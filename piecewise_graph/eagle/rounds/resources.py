@@ -71,8 +71,9 @@ class Resources:
         fields = STATE + (FEATURE_RING if may_fall_behind else ())
         state = allocate(fields, letters, dtype=dtype, device=device)
         pool = pg.GraphPool()
+        target_options = {"one_token": target.one_token, **options, "pool": pool}
         models = Models.make(
-            target, draft, _row_counts(limits), {**options, "pool": pool}, {**draft_options, "pool": pool}
+            target, draft, _row_counts(limits), target_options, {**draft_options, "pool": pool}
         )
         weights = Weights({"target": target} | ({} if draft is None else {"draft": draft}))
         pool.join(device, weights)
