@@ -95,5 +95,15 @@ class Traits:
     def group(self) -> int:
         return self.heads // self.kv_heads
 
+    def example(self, device: torch.device) -> AttentionCall:
+        """A call of one row."""
+        q, k = (
+            torch.empty(1, heads, self.head_dim, dtype=self.dtype, device=device)
+            for heads in (self.heads, self.kv_heads)
+        )
+        return AttentionCall(
+            q, k, k.clone(), q.clone(), 0, 1.0, self.window, self.softcap, self.implementation
+        )
+
 
 _traits = cache(Traits)

@@ -6,10 +6,12 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from weakref import WeakKeyDictionary
 
 from ..errors import AttentionError
+from ..kv_cache import PagedKVCache
 from .batch import AttentionBatch
-from .call import AttentionCall
+from .call import AttentionCall, Traits
 from .modes import Mode
 
 # Imported when asked for. Each module has a MODE; the preferred one stands first.
@@ -67,7 +69,54 @@ def use(
     """Prepare a batch for all calls like this one, and have `mode` serve them."""
     attend = partial(mode.attend, batch, mode.prepare(batch, call))
     batch.served_by[call.traits, captured] = attend
+    if not captured:
+        _kernels_of(batch.kv_cache).served(call.traits)
     return attend
+
+
+def compile_ahead(batch: AttentionBatch, *, captured: bool = False) -> None:
+    """Have compiled, in other threads, what the calls of a batch will launch that will be served soon.
+
+    That begins when the batch's cache has served a call of the same kind, of any batch.
+
+    Args:
+        captured: the calls will be part of a graph.
+
+    Raises:
+        AttentionError: a call of a kind that the cache has served cannot be served with this batch.
+    """
+    _kernels_of(batch.kv_cache).expect(batch, captured)
+
+
+class _Kernels:
+    """Of one cache: for which kinds of calls, of which batches, kernels are compiled ahead."""
+
+    def __init__(self) -> None:
+        self._traits = set[Traits]()
+        self._batches = WeakKeyDictionary[AttentionBatch, bool]()
+
+    def served(self, traits: Traits) -> None:
+        """A call of this kind is about to be served."""
+        if traits not in self._traits:
+            self._traits.add(traits)
+            for batch, captured in list(self._batches.items()):
+                self._compile(traits, batch, captured)
+
+    def expect(self, batch: AttentionBatch, captured: bool) -> None:
+        self._batches[batch] = captured
+        for traits in self._traits:
+            self._compile(traits, batch, captured)
+
+    def _compile(self, traits: Traits, batch: AttentionBatch, captured: bool) -> None:
+        call = traits.example(batch.kv_cache.device)
+        mode = choose(call, batch, captured)
+        if mode.compile_ahead is not None:
+            mode.compile_ahead(batch, mode.prepare(batch, call), call)
+
+
+def _kernels_of(kv_cache: PagedKVCache) -> _Kernels:
+    found: _Kernels = kv_cache.memo.setdefault("kernels", _Kernels())
+    return found
 
 
 def choose(call: AttentionCall, batch: AttentionBatch, captured: bool) -> Mode:

@@ -24,6 +24,7 @@ class Mode:
     Attributes:
         attend: `(batch, state, call)`, writes `call.out`, and K and V into the cache.
         prepare: `(batch, call) -> state`, once per batch, outside of graphs.
+        compile_ahead: `(batch, state, call)`, has compiled in other threads what `attend` will launch.
         devices, dtypes, head_dims, page_sizes: what it has kernels for.
         capabilities: major compute capabilities of the GPUs that it runs on.
         max_group: most query heads per KV head.
@@ -37,6 +38,7 @@ class Mode:
 
     attend: Callable[[AttentionBatch, Any, AttentionCall], None]
     prepare: Callable[[AttentionBatch, AttentionCall], Any] = _nothing
+    compile_ahead: Callable[[AttentionBatch, Any, AttentionCall], None] | None = None
     devices: Container[str] | None = None
     capabilities: Container[int] | None = None
     dtypes: Container[torch.dtype] | None = None

@@ -103,8 +103,22 @@ def attend(batch: AttentionBatch, state: State, call: AttentionCall) -> None:
     enqueue(state.grid, state.args + state.layers[call.layer] + args)
 
 
+def compile_ahead(batch: AttentionBatch, state: State, call: AttentionCall) -> None:
+    """Have the variant for calls like this one compiled in another thread."""
+    args, constants, _ = _arguments(batch, state, call)
+    state.config.launcher.ahead(args, *constants)
+
+
 def _entry(batch: AttentionBatch, state: State, call: AttentionCall) -> tuple[Enqueue, tuple[Any, ...]]:
     """The variant for a call, and the call's part of the arguments."""
+    args, constants, own = _arguments(batch, state, call)
+    return state.config.launcher.variant(args, *constants), (*map(address, own), *constants)
+
+
+def _arguments(
+    batch: AttentionBatch, state: State, call: AttentionCall
+) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """All before the kernel's constexprs, the constexprs, and which of the former are the call's."""
     tensors = (call.q, call.k, call.v, call.out)
     for name, tensor in zip(("q", "k", "v", "out"), tensors, strict=True):
         _check_dense(name, tensor)
@@ -119,10 +133,9 @@ def _entry(batch: AttentionBatch, state: State, call: AttentionCall) -> tuple[En
     strides = [stride // unit for stride in strides]
     own: tuple[Any, ...] = (*tensors, *strides, scale, softcap, call.window or 0)
     constants = (*state.config.constants, unit, state.config.launcher.dependent)
-    cached = batch.kv_cache.k[call.layer], batch.kv_cache.v[call.layer]
-    integers = state.args[len(state.tensors) :]
-    enqueue = state.config.launcher.variant((*state.tensors, *integers, *cached, *own), *constants)
-    return enqueue, (*map(address, own), *constants)
+    integers, kv_cache = state.args[len(state.tensors) :], batch.kv_cache
+    cached = kv_cache.k[call.layer], kv_cache.v[call.layer]
+    return (*state.tensors, *integers, *cached, *own), constants, own
 
 
 def _constants(batch: AttentionBatch, traits: Traits, tiling: Tiling) -> tuple[Any, ...]:
@@ -169,6 +182,7 @@ def _check_dense(name: str, tensor: Tensor) -> None:
 MODE = Mode(
     attend,
     prepare,
+    compile_ahead,
     devices={"cuda", "cpu"} if interpreted() else {"cuda"},
     dtypes={torch.float16, torch.bfloat16, torch.float32},
     head_dims=range(16, 257, 8),

@@ -82,7 +82,7 @@ def compiled_fields(
 ) -> dict[str, Any]:
     """The fields of a Program that follow from how its trace was split; the segments are compiled."""
     graph = proved.split
-    segments = compile_split(graph, config.compiler, compiled, config.cache_dir, proved.keys, proved.facts)
+    segments = compile_split(graph, config, compiled, proved.keys, proved.facts)
     writes, contract = writes_arguments(graph, segments), contract_of(traced, graph, is_whole)
     return {
         "traced": traced,

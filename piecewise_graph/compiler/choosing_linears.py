@@ -10,6 +10,7 @@ taken as slices.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from piecewise_graph import _torch
 from piecewise_graph.kernels.launch import kernels_serve
-from piecewise_graph.kernels.linear import DTYPES
+from piecewise_graph.kernels.linear import DTYPES, compile_ahead
 from piecewise_graph.splitter.merge_linears import linear_operands, parallel_linears
 from piecewise_graph.splitter.segment_builder import copied
 
@@ -33,6 +34,23 @@ def choosing_linears(gm: GraphModule) -> GraphModule:
     for group in _grouped(gm, linears):
         _replace(graph, [copies[node] for node in group])
     return GraphModule(gm, graph)
+
+
+def compile_kernels_ahead(gm: GraphModule, sizes: Sequence[int]) -> None:
+    """Have the kernels compiled in other threads that the ops of `gm` will launch for these token counts."""
+    likes = dict[Any, Tensor]()
+    for node in gm.graph.nodes:
+        if node.target not in (torch.ops.piecewise.linears.default, torch.ops.piecewise.swiglu.default):
+            continue
+        x, _, biases = node.args
+        value, gated = _torch.example_value(x), node.target is torch.ops.piecewise.swiglu.default
+        made = [_torch.example_value(n) for n in ([node, node] if gated else node.users)]
+        key = value.dtype, value.device
+        like = likes.get(key)
+        if like is None:
+            like = likes[key] = torch.empty(1, dtype=value.dtype, device=value.device)
+        rows, has_bias = [int(each.shape[-1]) for each in made], biases[0] is not None
+        compile_ahead(like, sizes, rows, int(value.shape[-1]), has_bias=has_bias, gated=gated)
 
 
 def _grouped(gm: GraphModule, linears: list[Node]) -> list[list[Node]]:

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from piecewise_graph import _torch
 from piecewise_graph.analysis import SegmentFacts
-from piecewise_graph.compiler.choosing_linears import choosing_linears
+from piecewise_graph.compiler.choosing_linears import choosing_linears, compile_kernels_ahead
 from piecewise_graph.compiler.disk_cache import Folder, Made, is_filled, load_or_compile
 from piecewise_graph.compiler.segment_key import (
     Conditions,
@@ -22,6 +22,7 @@ from piecewise_graph.compiler.segment_key import (
     conditions_since,
     portable_key,
 )
+from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.splitter.split_graph import SegmentStep, SplitGraph
 from piecewise_graph.telemetry import counters
 
@@ -88,9 +89,8 @@ def prepare(compiler: str, cache_dir: Folder | None) -> None:
 
 def compile_split(
     split: SplitGraph,
-    compiler: str,
+    config: PiecewiseConfig,
     compiled: dict[str, CompiledSegment],
-    cache_dir: Folder | None,
     keys: Mapping[int, Key],
     facts: Mapping[str, SegmentFacts],
 ) -> dict[int, CompiledSegment]:
@@ -98,10 +98,10 @@ def compile_split(
 
     Args:
         compiled: structures by key, shared by the traces of one model; grows here.
-        cache_dir: where other processes left compiled segments, and this one will (disk_cache.py).
         keys: of each segment's structure, by SegmentStep.index.
         facts: of each structure, by its key's digest.
     """
+    compiler, cache_dir = config.compiler, config.cache_dir
     prepare(compiler, cache_dir)
     shape_env = next(filter(None, (_torch.shape_env_of(step.gm) for step in split.segments)), None)
     given = len(_torch.shape_guards(shape_env)) if shape_env is not None else 0
@@ -112,7 +112,7 @@ def compile_split(
             stored = None
             if cache_dir is not None and compiler == "inductor":
                 stored = cache_dir, portable_key(step.gm)
-            jobs[key.digest] = key, partial(_compile, step, key, facts[key.digest], compiler, given, stored)
+            jobs[key.digest] = key, partial(_compile, step, key, facts[key.digest], config, given, stored)
     for digest, (key, job) in jobs.items():
         if digest not in compiled or not accept(compiled[digest].conditions, key, shape_env):
             compiled[digest] = job()
@@ -130,7 +130,7 @@ def _compile(
     step: SegmentStep,
     key: Key,
     facts: SegmentFacts,
-    compiler: str,
+    config: PiecewiseConfig,
     given: int,
     stored: tuple[Folder, Key | str] | None,
 ) -> CompiledSegment:
@@ -145,8 +145,10 @@ def _compile(
     if not facts.computes:
         return CompiledSegment(key.digest, gm, gm.forward, facts, 0.0)
     # AOTAutograd mistakes two inputs of one storage, one of them written, for unrelated tensors.
-    chosen = "eager" if facts.aliased_write else compiler
-    code = choosing_linears(gm) if chosen == "inductor" else gm
+    chosen, code = "eager" if facts.aliased_write else config.compiler, gm
+    if chosen == "inductor":
+        code = choosing_linears(gm)
+        compile_kernels_ahead(code, config.sizes)
     _torch.publish_graph(f"segment_{step.index}", gm)
     began = time.perf_counter()
     if stored is not None and chosen == "inductor":

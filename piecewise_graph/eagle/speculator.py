@@ -99,12 +99,18 @@ class Speculator:
         """
         if isinstance(rules, str) or not set(rules) <= set(RULES):
             raise SpeculatorError.bad_rules(rules, ", ".join(RULES))
-        self._prepare_prefill()
+        modes = _by_phase(self.graphs)
+        keys = [
+            (shape, size, rule, modes, None)
+            for size in reversed(self.batch_sizes)
+            for shape in self.shapes
+            for rule in rules
+        ]
         with self._running():
-            for size in reversed(self.batch_sizes):
-                for shape in self.shapes:
-                    for rule in rules:
-                        self._rounds.get(shape, size, rule, _by_phase(self.graphs))
+            self._rounds.make(keys)
+            self._prefill.prepare()
+            for key in keys:
+                self._rounds.get(*key).ensure_prepared()
 
     @property
     def failed_captures(self) -> tuple[str, ...]:

@@ -6,20 +6,17 @@ loop launches one variant with the same addresses again and again. So a `Launche
 specialised on whether pointers are multiples of 16 bytes, and never on the values of integers. The
 interpreter (TRITON_INTERPRET=1) has no variants; there a bound launch is the plain call.
 
-Note [The C launcher]
-`CompiledKernel.run` is a Python object around the launcher that Triton compiled for the kernel's signature.
-It allocates scratch memory for kernels that need it. For a kernel that needs none, in a Triton version with
-known argument order, the C function underneath is called directly.
-
-Note [The interpreter]
-It holds scalars as arrays of one element and converts them with `int` for the bounds of loops; numpy 2.4
-refuses that. It holds bfloat16 as integers, and multiplies matrices of these integers. Until Triton mends
-both, `_mend_interpreter` does.
+Note [Ahead]
+Triton compiles a variant in the thread that first asks for it: 0.2 to 2 s. Who knows beforehand which
+variants will be asked for has them compiled in other threads (`ahead`). Most of the time goes to LLVM and
+ptxas, which do not hold Python's lock.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -45,7 +42,8 @@ class Launcher:
     def __init__(self, kernel: Any, **options: int) -> None:
         self._kernel, self._options = kernel, options
         self.dependent = bool(options.get("launch_pdl", False))
-        self._variants: dict[tuple[Any, ...], Any] = {}
+        self._variants: dict[tuple[Any, ...], Enqueue] = {}
+        self._coming: dict[tuple[Any, ...], Future[Enqueue]] = {}  # see Note [Ahead]
 
     def bind(self, grid: Grid, args: Sequence[Tensor | int | float], *constants: Any) -> Launch:
         """A zero-argument launch.
@@ -74,15 +72,38 @@ class Launcher:
         if interpreted():
             _mend_interpreter()
             return lambda grid, arguments: self._kernel[grid](*arguments)
-        tensors = [value for value in args if isinstance(value, Tensor)]
-        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        device = tensors[0].device
-        key = device, aligned, tuple(tensor.dtype for tensor in tensors), constants
+        key = _key(args, constants)
         enqueue = self._variants.get(key)
         if enqueue is None:
-            variant = self._kernel.warmup(*args, *constants, grid=(1, 1, 1), **self._options)
-            enqueue = self._variants[key] = _enqueue(variant, device.index or 0)
+            coming = self._coming.pop(key, None)
+            enqueue = coming.result() if coming is not None else self._compile(key[0], args, constants)
+            self._variants[key] = enqueue
         return enqueue
+
+    def ahead(self, args: Sequence[Tensor | int | float], *constants: Any) -> None:
+        """Have the variant that serves `args` compiled in another thread; `variant` waits for it."""
+        key = _key(args, constants)
+        if interpreted() or key in self._variants or key in self._coming:
+            return  # the interpreter compiles nothing
+        _ = self._kernel.cache_key  # the hash of the source, which is made once and not for several threads
+        self._coming[key] = _compilers().submit(self._compile, key[0], args, constants)
+
+    def _compile(self, device: torch.device, args: Sequence[Any], constants: Sequence[Any]) -> Enqueue:
+        with torch.cuda.device(-1 if device.index is None else device.index):
+            variant = self._kernel.warmup(*args, *constants, grid=(1, 1, 1), **self._options)
+            return _enqueue(variant, device.index or 0)
+
+
+@cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, 16), "piecewise-graph-triton")
+
+
+def _key(args: Sequence[Any], constants: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a variant depends on; the device is the first."""
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    return tensors[0].device, aligned, tuple(tensor.dtype for tensor in tensors), constants
 
 
 def address(value: Any) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from piecewise_graph.custom_ops.attention import AttentionBatch, BatchBuffers, make_batch
+from piecewise_graph.custom_ops.attention import AttentionBatch, BatchBuffers, compile_ahead, make_batch
 from piecewise_graph.custom_ops.kv_cache import device_ints, to_device
 from piecewise_graph.custom_ops.token_choice import argmax, uniforms
 
@@ -99,10 +99,13 @@ class Prefill:
         sizes = [size for size in models.target.sizes if size <= self.resources.limits.prefill_rows]
         if all(models.target.is_prepared(self.mode, rows) for rows in sizes):
             return
+        paddings = {rows: [cache and self._padding(cache, rows) for cache in caches] for rows in sizes}
+        for batch in filter(None, chain.from_iterable(paddings.values())):
+            compile_ahead(batch)
         for rows in sorted(sizes, reverse=True):
             # Equal rows would prove nothing about padding, and tapes would serve exact sizes only.
             ids = torch.arange(rows, dtype=torch.int32, device=self.resources.device) % 2
-            target_batch, draft_batch = (cache and self._padding(cache, rows) for cache in caches)
+            target_batch, draft_batch = paddings[rows]
             _, features = models.target(
                 self.mode, target_batch, input_ids=ids[None], position_ids=ids.clone()[None]
             )

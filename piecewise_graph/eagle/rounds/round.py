@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from piecewise_graph.custom_ops.attention import AttentionBatch
+from piecewise_graph.custom_ops.attention import AttentionBatch, compile_ahead
 from piecewise_graph.custom_ops.kv_cache import device_ints
 
 from ..options import FULL
@@ -39,10 +39,11 @@ class Round:
         self.tensors, self.runners = phases.tensors, tuple(runners)
         self._phases, self._prefill, self._resources = phases, prefill, prefill.resources
         self._slots: list[int] = [0] * phases.tensors.size
+        self._was_prepared = False
 
     def launch(self, requests: Sequence[Request], chunk: Chunk | None = None) -> Launch:
         """Start a round, with a chunk of prompts in its forwards or alone. Waits for nothing."""
-        self._ensure_prepared()
+        self.ensure_prepared()
         self._fill([request.slot for request in requests])
         self._resources.table.flush()
         shape, result = self.tensors.shape, self.tensors.buffers.result
@@ -61,6 +62,12 @@ class Round:
             extend()
         return launch
 
+    def compile_ahead(self) -> None:
+        """Have the kernels of its attention compiled in other threads."""
+        captured = any(runner.mode == FULL for runner in self.runners)
+        for batch in self.tensors.attention_batches:
+            compile_ahead(batch, captured=captured)
+
     def prepare(self) -> None:
         """Compile and capture every phase, over padded requests only: no request's tokens change."""
         self._fill([])
@@ -68,10 +75,11 @@ class Round:
             runner.prepare(self._resources.device)
         if any(runner.mode == FULL for runner in self.runners):
             self._resources.weights.hold()
+        self._was_prepared = True
 
     def seconds(self) -> dict[str, float]:
         """Median time of every phase, over padded requests only: no request's tokens change."""
-        self._ensure_prepared()
+        self.ensure_prepared()
         self._fill([])
         return {runner.name: runner.seconds(self._resources.device) for runner in self.runners}
 
@@ -113,9 +121,9 @@ class Round:
         self._phases.keep(self._prefill.any_rows, hidden[:rows])
         self._prefill.keep(chunk.slots, hidden[rows:][chunk.ends])
 
-    def _ensure_prepared(self) -> None:
+    def ensure_prepared(self) -> None:
         """Graphs may have been dropped, by pg.reset for instance."""
-        if not all(runner.is_ready for runner in self.runners):
+        if not self._was_prepared or not all(runner.is_ready for runner in self.runners):
             self.prepare()
 
     def _fill(self, slots: list[int]) -> None:

@@ -83,6 +83,11 @@ class RoundTensors:
         return cls(shape, size, buffers, batch, tree, accepted, steps, branches, drafts, verify, extend)
 
     @property
+    def attention_batches(self) -> tuple[AttentionBatch, ...]:
+        """Of all forwards."""
+        return (*self.draft_batches, self.verify_batch, *filter(None, [self.extend_batch]))
+
+    @property
     def mask(self) -> Tensor | None:
         """The tree's mask; None for a chain."""
         return self.tree.mask if self.shape.is_tree else None

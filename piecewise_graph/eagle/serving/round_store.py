@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..options import DraftShape
 from ..request import Request
@@ -18,6 +17,7 @@ from ..rounds.synthetic import Synthetic
 from .shape_planner import Planner, PlannerKey
 
 GraphModes = tuple[tuple[str, str], ...]  # (phase, graph mode) of each
+RoundKey = tuple[DraftShape, int, str, GraphModes, Synthetic | None]  # what `RoundStore.get` takes
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class RoundStore:
 
     def __init__(self, prefill: Prefill) -> None:
         self.prefill, self.resources = prefill, prefill.resources
-        self.made: dict[Any, Round] = {}
+        self.made: dict[RoundKey, Round] = {}
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -110,11 +110,17 @@ class RoundStore:
         graphs: GraphModes,
         synthetic: Synthetic | None = None,
     ) -> Round:
-        """A round, made and captured if it is new."""
+        """A round; a new one is captured when it is prepared or launched."""
         key = shape, size, rule, graphs, synthetic
-        if key not in self.made:
-            self.made[key] = self._make(*key)
+        self.make([key])
         return self.made[key]
+
+    def make(self, keys: Iterable[RoundKey]) -> None:
+        """Make those that are new, and have the kernels of all compiled side by side."""
+        for key in keys:
+            if key not in self.made:
+                self.made[key] = self._make(*key)
+                self.made[key].compile_ahead()
 
     def _make(
         self, shape: DraftShape, size: int, rule: str, graphs: GraphModes, synthetic: Synthetic | None
@@ -126,9 +132,7 @@ class RoundStore:
             bodies["extend"] = phases.extend
         modes, pool = dict(graphs), self.resources.pool
         runners = [PhaseRunner(name, body, modes[name], pool) for name, body in bodies.items()]
-        made = Round(phases, runners, self.prefill)
-        made.prepare()
-        return made
+        return Round(phases, runners, self.prefill)
 
     def _key(self, requests: Sequence[Request], policy: RoundPolicy) -> PlannerKey:
         return self.size(requests), _rule(requests), policy.graphs

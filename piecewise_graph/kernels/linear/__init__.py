@@ -6,9 +6,10 @@ from piecewise_graph.kernels.linear.kernel_configs import (
 )
 from piecewise_graph.kernels.linear.linear_op import (
     DTYPES as DTYPES,
+    compile_ahead as compile_ahead,
     linear_few as linear_few,
     linears as linears,
     swiglu as swiglu,
 )
 
-__all__ = ["DTYPES", "MAX_TOKENS", "KernelConfig", "linear_few", "linears", "swiglu"]
+__all__ = ["DTYPES", "MAX_TOKENS", "KernelConfig", "compile_ahead", "linear_few", "linears", "swiglu"]

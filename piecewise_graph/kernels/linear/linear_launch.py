@@ -68,24 +68,41 @@ def _launch(
     gated: bool,
 ) -> None:
     (tokens, columns), rows = x.shape, [len(weight) for weight in weights]
-    even = columns % (config.block_k * config.parts * config.splits) == 0
     blocks = sum(-(-n // config.block_n) for n in ([2 * rows[0]] if gated else rows))
-    dependent = dependent_launches(x.device)
     weights = [weight.contiguous() for weight in weights]
     given = [bias.contiguous() for bias in biases if bias is not None] or weights  # which are not read then
-    _launcher(config.warps, config.stages, dependent)(
+    launcher, constants = _variant(config, x.device, tokens, columns, biases[0] is not None, gated)
+    launcher(
         (blocks, config.splits, 1),
         (x, *_three(weights), *_three(given), *_three(outputs), tokens, *_three(rows), columns),
-        config.block_n,
-        config.block_k,
-        config.splits,
-        config.parts,
-        1 if tokens == 1 else max(16, 1 << (tokens - 1).bit_length()),
-        even,
-        biases[0] is not None,
-        gated,
-        dependent,
+        *constants,
     )
+
+
+def compile_ahead(
+    config: KernelConfig, like: Tensor, tokens: int, columns: int, has_bias: bool, gated: bool
+) -> None:
+    """Have the kernel compiled in another thread that serves `tokens` rows of `columns`.
+
+    Args:
+        like: a tensor of the dtype, and on the device, of all operands.
+    """
+    launcher, constants = _variant(config, like.device, tokens, columns, has_bias, gated)
+    launcher.ahead((*[like] * (1 + 3 * MEMBERS), *[1] * (2 + MEMBERS)), *constants)
+
+
+def _variant(
+    config: KernelConfig, device: torch.device, tokens: int, columns: int, has_bias: bool, gated: bool
+) -> tuple[Launcher, tuple[Any, ...]]:
+    """The launcher, and the kernel's constexprs."""
+    even = columns % (config.block_k * config.parts * config.splits) == 0
+    dependent = dependent_launches(device)
+    constants = (
+        config.block_n, config.block_k, config.splits, config.parts,
+        1 if tokens == 1 else max(16, 1 << (tokens - 1).bit_length()),
+        even, has_bias, gated, dependent,
+    )  # fmt: skip
+    return _launcher(config.warps, config.stages, dependent), constants
 
 
 def _three(values: Sequence[Any]) -> list[Any]:

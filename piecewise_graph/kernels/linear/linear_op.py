@@ -6,7 +6,7 @@ of all sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
@@ -104,8 +104,7 @@ def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> l
 def _config(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> KernelConfig | None:
     """Blocks for operands that our kernels read. Whatever else there is, torch computes or refuses it."""
     columns = x.shape[-1] if x.dim() else 0
-    served = x.dtype in DTYPES and (_holds_blocks(x.device) or interpreted())
-    if not served or not columns or not 0 < x.numel() <= MAX_TOKENS * columns:
+    if not _serves(x) or not columns or not 0 < x.numel() <= MAX_TOKENS * columns:
         return None
     rows = []
     for weight, bias in zip(weights, biases, strict=True):
@@ -116,6 +115,29 @@ def _config(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Ke
             return None
         rows.append(weight.shape[0])
     return usual_config(x.numel() // columns, rows, columns)
+
+
+def compile_ahead(
+    like: Tensor, sizes: Iterable[int], rows: Sequence[int], columns: int, *, has_bias: bool, gated: bool
+) -> None:
+    """Have the kernels compiled in other threads that `linears`, or `swiglu`, will use for some sizes.
+
+    Args:
+        like: a tensor of the dtype, and on the device, of all operands.
+        sizes: rows of x.
+        rows: of each weight. columns: of all.
+    """
+    if not _serves(like):
+        return
+    for tokens in sizes:
+        config = usual_config(tokens, rows, columns) if 0 < tokens <= MAX_TOKENS else None
+        if config is not None:
+            linear_launch.compile_ahead(config, like, tokens, columns, has_bias, gated)
+
+
+def _serves(x: Tensor) -> bool:
+    """The kernels read its dtype and run on its device."""
+    return x.dtype in DTYPES and (_holds_blocks(x.device) or interpreted())
 
 
 @cache

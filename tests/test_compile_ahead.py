@@ -1,0 +1,158 @@
+"""Kernels that are compiled in other threads before they are asked for are the ones that are asked for."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Shape, make_case
+from hypothesis import given, strategies as st
+from interpreter import assert_passes_interpreted, needs_kernels, starts_the_interpreter
+from linear_operands import DEVICE, DTYPES, EXAMPLES, operands
+from test_attention import shapes
+from torch.fx import Graph, GraphModule
+from torch.nn import functional
+
+from piecewise_graph.compiler.choosing_linears import choosing_linears, compile_kernels_ahead
+from piecewise_graph.custom_ops.attention import compile_ahead
+from piecewise_graph.custom_ops.attention.implementations import serve
+from piecewise_graph.kernels import launch
+from piecewise_graph.kernels.launch import Launcher
+
+
+@starts_the_interpreter
+def test_kernels_in_the_interpreter() -> None:
+    assert_passes_interpreted(__file__)
+
+
+class Kernel:
+    """What a Launcher sees of a Triton kernel."""
+
+    cache_key = "hash"
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+        self.fails = False
+
+    def warmup(self, *args: Any, **options: Any) -> str:
+        self.threads.append(threading.current_thread())
+        if self.fails:
+            raise RuntimeError("no such instruction")
+        return f"variant of {args[-1]}"
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "_enqueue", lambda variant, device: variant)
+    return Kernel()
+
+
+def test_a_variant_is_compiled_once_and_in_another_thread(kernel: Kernel) -> None:
+    launcher, x = Launcher(kernel), torch.zeros(4)
+    for _ in range(2):
+        launcher.ahead([x], 1)
+    assert launcher.variant([torch.ones(4)], 1) == "variant of 1"
+    launcher.ahead([x], 1)
+    assert launcher.variant([x], 2) == "variant of 2"
+    here = threading.current_thread()
+    assert [thread is here for thread in kernel.threads] == [False, True]
+
+
+def test_a_variant_that_does_not_compile_raises_where_it_is_asked_for(kernel: Kernel) -> None:
+    launcher, x = Launcher(kernel), torch.zeros(4)
+    kernel.fails = True
+    launcher.ahead([x], 1)
+    for _ in range(2):  # the second time it is compiled here
+        with pytest.raises(RuntimeError, match="no such instruction"):
+            launcher.variant([x], 1)
+    kernel.fails = False
+    assert launcher.variant([x], 1) == "variant of 1"
+    assert len(kernel.threads) == 3
+
+
+class Asked:
+    """Which variants were compiled ahead, and which were asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead, self.used = set[Any](), set[Any]()
+        variant = Launcher.variant
+
+        def key(launcher: Launcher, args: Any, constants: Any) -> Any:
+            return launcher._kernel.__name__, tuple(launcher._options.items()), launch._key(args, constants)
+
+        def noted(launcher: Launcher, args: Any, *constants: Any) -> Any:
+            self.used.add(key(launcher, args, constants))
+            return variant(launcher, args, *constants)
+
+        def ahead(launcher: Launcher, args: Any, *constants: Any) -> None:
+            self.ahead.add(key(launcher, args, constants))
+
+        monkeypatch.setattr(Launcher, "variant", noted)
+        monkeypatch.setattr(Launcher, "ahead", ahead)
+
+
+class TestKernels:
+    pytestmark = needs_kernels
+
+    @EXAMPLES
+    @given(
+        st.sets(st.integers(0, 70), min_size=1, max_size=4),
+        st.lists(st.sampled_from([1, 17, 64, 520]), min_size=1, max_size=4),
+        st.sampled_from([24, 128, 512, 1152]),
+        st.booleans(),
+        st.sampled_from([*DTYPES, torch.float32]),
+        st.booleans(),
+    )
+    def test_linears_of_a_segment(
+        self, sizes: set[int], rows: list[int], columns: int, bias: bool, dtype: torch.dtype, gated: bool
+    ) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            asked = Asked(monkeypatch)
+            gm, tensors = _segment(rows[:1] * 2 if gated else rows, columns, bias, dtype, gated)
+            compile_kernels_ahead(gm, sorted(sizes))
+            for size in sizes:
+                gm(operands(size, 1, columns, dtype)[0], *tensors)
+            linears = {key for key in asked.used if key[0] == "few_rows"}
+            assert linears == asked.ahead
+
+    @EXAMPLES
+    @given(shapes(), st.sampled_from(DTYPES), st.booleans())
+    def test_attention_of_a_batch(self, shape: Shape, dtype: torch.dtype, announced_first: bool) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            asked = Asked(monkeypatch)
+            case = make_case(shape, dtype=dtype, device=DEVICE, implementation="triton")
+            if announced_first:
+                compile_ahead(case.batch)
+                assert not asked.ahead  # it is not known yet which attention there is
+            serve(case.batch, case.call, False)
+            compile_ahead(case.batch)
+            assert asked.ahead == {key for key in asked.used if key[0] == "attend_kernel"}
+
+
+def _segment(
+    rows: list[int], columns: int, bias: bool, dtype: torch.dtype, gated: bool
+) -> tuple[GraphModule, list[torch.Tensor]]:
+    """Linears of one input as the code for all sizes has them, and what they take beside it."""
+    x = operands(3, 1, columns, dtype)[0]
+    weights, biases = zip(*(operands(1, n, columns, dtype, seed=n)[1:] for n in rows), strict=True)
+    tensors = [*weights, *(biases if bias else ())]
+    graph = Graph()
+    nodes = [graph.placeholder(f"a{index}") for index in range(1 + len(tensors))]
+    for node, value in zip(nodes, [x, *tensors], strict=True):
+        node.meta["example_value"] = value
+    given = nodes[1 + len(rows) :] or [None] * len(rows)
+    made = []
+    for weight, its_bias in zip(nodes[1 : 1 + len(rows)], given, strict=True):
+        made.append(graph.call_function(functional.linear, (nodes[0], weight, its_bias)))
+        made[-1].meta["example_value"] = functional.linear(x, weight.meta["example_value"])
+    if gated:
+        silu = graph.call_function(functional.silu, (made[0],))
+        product = graph.call_function(operator.mul, (silu, made[1]))
+        product.meta["example_value"] = made[0].meta["example_value"]
+        made = [product]
+    graph.output(tuple(made))
+    return choosing_linears(GraphModule({}, graph)), tensors
