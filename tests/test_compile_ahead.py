@@ -35,10 +35,12 @@ class Kernel:
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
+        self.begun = threading.Event()
         self.fails = False
 
     def warmup(self, *args: Any, **options: Any) -> str:
         self.threads.append(threading.current_thread())
+        self.begun.set()
         if self.fails:
             raise RuntimeError("no such instruction")
         return f"variant of {args[-1]}"
@@ -55,6 +57,7 @@ def test_a_variant_is_compiled_once_and_in_another_thread(kernel: Kernel) -> Non
     launcher, x = Launcher(kernel), torch.zeros(4)
     for _ in range(2):
         launcher.ahead([x], 1)
+    assert kernel.begun.wait(60)  # what was not begun would be compiled here
     assert launcher.variant([torch.ones(4)], 1) == "variant of 1"
     launcher.ahead([x], 1)
     assert launcher.variant([x], 2) == "variant of 2"
@@ -66,12 +69,13 @@ def test_a_variant_that_does_not_compile_raises_where_it_is_asked_for(kernel: Ke
     launcher, x = Launcher(kernel), torch.zeros(4)
     kernel.fails = True
     launcher.ahead([x], 1)
-    for _ in range(2):  # the second time it is compiled here
+    for _ in range(2):  # it is compiled here, each time
         with pytest.raises(RuntimeError, match="no such instruction"):
             launcher.variant([x], 1)
     kernel.fails = False
     assert launcher.variant([x], 1) == "variant of 1"
-    assert len(kernel.threads) == 3
+    here = threading.current_thread()
+    assert sum(thread is here for thread in kernel.threads) == 3
 
 
 class Asked:

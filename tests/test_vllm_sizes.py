@@ -30,7 +30,7 @@ def test_sizes_of_speculative_decoding_are_multiples_of_its_step() -> None:
     assert graph_sizes([], 3) == []
 
 
-@pytest.mark.parametrize(("given", "found"), [({}, [12, 16]), ({UP_TO: 15}, [12]), ({UP_TO: 0}, [])])
+@pytest.mark.parametrize(("given", "found"), [({}, [12, 16]), ({UP_TO: 15}, [12, 15]), ({UP_TO: 0}, [])])
 def test_prompts_have_graphs_up_to_what_was_set(given: dict[str, int], found: list[int]) -> None:
     served = worker(additional_config=dict(given))
     assert served._graphs.models[0].sizes == (*doubles.SIZES, *found)
@@ -48,7 +48,7 @@ def test_sizes_that_the_user_chose_are_all_there_are(chosen: dict[str, Any]) -> 
 def test_sizes_of_prompts_are_further_apart_where_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_sizes, "_FINE", 64)
     found = prompt_sizes([1, 2, 200], config(), 900)
-    assert found == [256, 320, 384, 448, 512, 640, 768, 896]
+    assert found == [256, 320, 384, 448, 512, 640, 768, 896, 900]
     assert prompt_sizes([], config(), 900) == []
 
 
@@ -72,3 +72,9 @@ def test_a_limit_that_is_no_number_of_tokens_is_refused(value: Any) -> None:
 def test_settings_of_another_kind_stay_as_they_are() -> None:
     made = config(additional_config=object())
     assert prompt_sizes(doubles.SIZES, made, doubles.MOST_TOKENS) == []
+
+
+def test_logits_have_no_more_rows_for_it() -> None:
+    served = worker()
+    assert max(served._graphs.models[0].sizes) > max(doubles.SIZES)
+    assert [each._most for each in served._graphs.logits] == [max(doubles.SIZES)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from weakref import WeakKeyDictionary
@@ -70,7 +71,7 @@ def use(
     attend = partial(mode.attend, batch, mode.prepare(batch, call))
     batch.served_by[call.traits, captured] = attend
     if not captured:
-        _kernels_of(batch.kv_cache).served(call.traits)
+        _expected(batch.kv_cache).served(call.traits)
     return attend
 
 
@@ -81,15 +82,12 @@ def compile_ahead(batch: AttentionBatch, *, captured: bool = False) -> None:
 
     Args:
         captured: the calls will be part of a graph.
-
-    Raises:
-        AttentionError: a call of a kind that the cache has served cannot be served with this batch.
     """
-    _kernels_of(batch.kv_cache).expect(batch, captured)
+    _expected(batch.kv_cache).expect(batch, captured)
 
 
-class _Kernels:
-    """Of one cache: for which kinds of calls, of which batches, kernels are compiled ahead."""
+class _Expected:
+    """The batches of one cache that will be served, and the kinds of calls that there are."""
 
     def __init__(self) -> None:
         self._traits = set[Traits]()
@@ -109,13 +107,14 @@ class _Kernels:
 
     def _compile(self, traits: Traits, batch: AttentionBatch, captured: bool) -> None:
         call = traits.example(batch.kv_cache.device)
-        mode = choose(call, batch, captured)
-        if mode.compile_ahead is not None:
-            mode.compile_ahead(batch, mode.prepare(batch, call), call)
+        with suppress(AttentionError):  # it is raised where the batch is served
+            mode = choose(call, batch, captured)
+            if mode.compile_ahead is not None:
+                mode.compile_ahead(batch, mode.prepare(batch, call), call)
 
 
-def _kernels_of(kv_cache: PagedKVCache) -> _Kernels:
-    found: _Kernels = kv_cache.memo.setdefault("kernels", _Kernels())
+def _expected(kv_cache: PagedKVCache) -> _Expected:
+    found: _Expected = kv_cache.memo.setdefault("expected", _Expected())
     return found
 
 

@@ -148,7 +148,8 @@ def _compile(
     chosen, code = "eager" if facts.aliased_write else config.compiler, gm
     if chosen == "inductor":
         code = choosing_linears(gm)
-        compile_kernels_ahead(code, config.sizes)
+        if config.cuda_graphs != "off":
+            compile_kernels_ahead(code, config.sizes)
     _torch.publish_graph(f"segment_{step.index}", gm)
     began = time.perf_counter()
     if stored is not None and chosen == "inductor":

@@ -247,19 +247,20 @@ class RunnerGraphs:
         given = VLLM.required(compilation, "cudagraph_capture_sizes", "CompilationConfig") or []
         sizes = graph_sizes(given, VLLM.required(runner, "uniform_decode_query_len", "GPUModelRunner"))
         most = VLLM.required(runner, "max_num_tokens", "GPUModelRunner")
+        most_rows = min(max(sizes, default=0), MOST_ROWS)  # of logits: prompts have one row each
         sizes += prompt_sizes(sizes, VLLM.required(runner, "vllm_config", "GPUModelRunner"), most)
         self._inductor = VLLM.required(compilation, "inductor_compile_config", "CompilationConfig")
         self.models, self.logits = [], []
-        self._take(VLLM.required(runner, "model", "GPUModelRunner"), "target", sizes)
+        self._take(VLLM.required(runner, "model", "GPUModelRunner"), "target", sizes, most_rows)
         speculative = getattr(runner, "speculative_config", None)
         if speculative is None:
             return
         if VLLM.required(speculative, "use_eagle", "SpeculativeConfig")():
-            self._take(VLLM.required(runner, "drafter.model", "GPUModelRunner"), "draft", sizes)
+            self._take(VLLM.required(runner, "drafter.model", "GPUModelRunner"), "draft", sizes, most_rows)
         else:
             log.warning("drafts are made without graphs: a drafter of this kind is not compiled")
 
-    def _take(self, module: nn.Module, part: str, sizes: Sequence[int]) -> None:
+    def _take(self, module: nn.Module, part: str, sizes: Sequence[int], most_rows: int) -> None:
         """The calls of a module, which was not called yet, and of its logits.
 
         The first arrive where vLLM has put its torch.compile of the module.
@@ -268,7 +269,7 @@ class RunnerGraphs:
         served = module._compiled_call_impl = ServedModel(module, part, sizes, self._inductor)
         self.models.append(served)
         if sizes and hasattr(module, "compute_logits"):
-            self.logits.append(ServedLogits(module, lambda: served.hidden_row, min(max(sizes), MOST_ROWS)))
+            self.logits.append(ServedLogits(module, lambda: served.hidden_row, most_rows))
 
     def planned_bytes(self) -> int:
         """In place of `profile_cudagraph_memory`: no KV cache and no capture is needed to tell.

@@ -53,7 +53,7 @@ def prompt_sizes(sizes: Sequence[int], config: Any, most: int) -> list[int]:
     """
     settings = VLLM.required(config, "additional_config", "VllmConfig")
     limit = min(settings.get(SETTING, 0), most) if sizes and isinstance(settings, dict) else 0
-    return [size for size in _multiples(limit) if size > max(sizes)]
+    return [size for size in sorted({*_multiples(limit), limit}) if size > max(sizes, default=limit)]
 
 
 def _multiples(limit: int) -> Iterator[int]:

@@ -6,6 +6,16 @@ loop launches one variant with the same addresses again and again. So a `Launche
 specialised on whether pointers are multiples of 16 bytes, and never on the values of integers. The
 interpreter (TRITON_INTERPRET=1) has no variants; there a bound launch is the plain call.
 
+Note [The C launcher]
+`CompiledKernel.run` is a Python object around the launcher that Triton compiled for the kernel's signature.
+It allocates scratch memory for kernels that need it. For a kernel that needs none, in a Triton version with
+known argument order, the C function underneath is called directly.
+
+Note [The interpreter]
+It holds scalars as arrays of one element and converts them with `int` for the bounds of loops; numpy 2.4
+refuses that. It holds bfloat16 as integers, and multiplies matrices of these integers. Until Triton mends
+both, `_mend_interpreter` does.
+
 Note [Ahead]
 Triton compiles a variant in the thread that first asks for it: 0.2 to 2 s. Who knows beforehand which
 variants will be asked for has them compiled in other threads (`ahead`). Most of the time goes to LLVM and
@@ -17,6 +27,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -75,18 +86,35 @@ class Launcher:
         key = _key(args, constants)
         enqueue = self._variants.get(key)
         if enqueue is None:
-            coming = self._coming.pop(key, None)
-            enqueue = coming.result() if coming is not None else self._compile(key[0], args, constants)
+            enqueue = self._compiled_ahead(key) or self._compile(key[0], args, constants)
             self._variants[key] = enqueue
         return enqueue
 
     def ahead(self, args: Sequence[Tensor | int | float], *constants: Any) -> None:
-        """Have the variant that serves `args` compiled in another thread; `variant` waits for it."""
+        """Have the variant that serves `args` compiled in another thread; `variant` waits for what was begun.
+
+        Raises nothing: a variant that cannot be compiled raises where it is asked for.
+        """
         key = _key(args, constants)
         if interpreted() or key in self._variants or key in self._coming:
             return  # the interpreter compiles nothing
         _ = self._kernel.cache_key  # the hash of the source, which is made once and not for several threads
-        self._coming[key] = _compilers().submit(self._compile, key[0], args, constants)
+        coming = _compilers().submit(self._compile, key[0], args, constants)
+        self._coming[key] = coming
+        coming.add_done_callback(lambda done: self._forget_failed(key, done))
+
+    def _forget_failed(self, key: tuple[Any, ...], done: Future[Enqueue]) -> None:
+        """Its exception holds on to the arguments."""
+        if not done.cancelled() and done.exception() is not None:
+            self._coming.pop(key, None)
+
+    def _compiled_ahead(self, key: tuple[Any, ...]) -> Enqueue | None:
+        coming = self._coming.pop(key, None)
+        if coming is None or coming.cancel():  # others are compiled before it, which nobody waits for
+            return None
+        with suppress(Exception):
+            return coming.result()
+        return None
 
     def _compile(self, device: torch.device, args: Sequence[Any], constants: Sequence[Any]) -> Enqueue:
         with torch.cuda.device(-1 if device.index is None else device.index):
@@ -96,7 +124,8 @@ class Launcher:
 
 @cache
 def _compilers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(os.cpu_count() or 1, 16), "piecewise-graph-triton")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ThreadPoolExecutor(min(cores, 16), "piecewise-graph-triton")
 
 
 def _key(args: Sequence[Any], constants: tuple[Any, ...]) -> tuple[Any, ...]:

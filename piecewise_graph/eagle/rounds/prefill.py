@@ -99,6 +99,8 @@ class Prefill:
         sizes = [size for size in models.target.sizes if size <= self.resources.limits.prefill_rows]
         if all(models.target.is_prepared(self.mode, rows) for rows in sizes):
             return
+        if self.mode != PIECEWISE:
+            sizes = sizes[-1:]  # one call compiles for all
         paddings = {rows: [cache and self._padding(cache, rows) for cache in caches] for rows in sizes}
         for batch in filter(None, chain.from_iterable(paddings.values())):
             compile_ahead(batch)
@@ -111,8 +113,6 @@ class Prefill:
             )
             if draft_batch is not None:
                 self._draft(draft_batch, ids, ids.clone(), features.clone(), self.mode)
-            if self.mode != PIECEWISE:
-                return
 
     def lay_out(self, pieces: Sequence[Piece]) -> Chunk:
         """Send pieces to the device; their pages are reserved. Waits for nothing."""

@@ -71,7 +71,9 @@ class Resources:
         fields = STATE + (FEATURE_RING if may_fall_behind else ())
         state = allocate(fields, letters, dtype=dtype, device=device)
         pool = pg.GraphPool()
-        target_options = {"one_token": target.one_token, **options, "pool": pool}
+        # pg.compile trusts models of transformers, and does not see one through TargetModel and its taps.
+        trusted = type(model).__module__.startswith("transformers.")
+        target_options = {**({"one_token": "trusted"} if trusted else {}), **options, "pool": pool}
         models = Models.make(
             target, draft, _row_counts(limits), target_options, {**draft_options, "pool": pool}
         )

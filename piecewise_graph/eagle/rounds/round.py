@@ -77,6 +77,11 @@ class Round:
             self._resources.weights.hold()
         self._was_prepared = True
 
+    def ensure_prepared(self) -> None:
+        """Prepare it where it never was, or where graphs were dropped (by pg.reset for instance)."""
+        if not self._was_prepared or not all(runner.is_ready for runner in self.runners):
+            self.prepare()
+
     def seconds(self) -> dict[str, float]:
         """Median time of every phase, over padded requests only: no request's tokens change."""
         self.ensure_prepared()
@@ -120,11 +125,6 @@ class Round:
         rows = batch.num_tokens
         self._phases.keep(self._prefill.any_rows, hidden[:rows])
         self._prefill.keep(chunk.slots, hidden[rows:][chunk.ends])
-
-    def ensure_prepared(self) -> None:
-        """Graphs may have been dropped, by pg.reset for instance."""
-        if not self._was_prepared or not all(runner.is_ready for runner in self.runners):
-            self.prepare()
 
     def _fill(self, slots: list[int]) -> None:
         """Send the batch's slots to the device, unless they are those of the round before."""

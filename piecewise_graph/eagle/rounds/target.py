@@ -23,9 +23,6 @@ class TargetModel(nn.Module):
         feature_layers: decoder layers whose inputs are concatenated to the features (EAGLE-3); None = the
             input of the output projection, that is the last hidden state after the final norm (EAGLE-1, 2).
 
-    Attributes:
-        one_token: the option of pg.compile that is right for it.
-
     Raises:
         SpeculatorError: the model has no such layer.
     """
@@ -36,8 +33,6 @@ class TargetModel(nn.Module):
         self.config = model.config.get_text_config()
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self.feature_size = self.config.hidden_size * len(self.taps)
-        # As for pg.compile, which would not see it through this module; taps change nothing.
-        self.one_token = "trusted" if type(model).__module__.startswith("transformers.") else "traced"
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """One forward over the rows of a batch.

@@ -53,7 +53,7 @@ class RoundPolicy:
 
 
 class RoundStore:
-    """Makes and captures rounds when they are first asked for, and keeps them.
+    """Makes rounds when they are first asked for, and keeps them.
 
     Args:
         prefill: holds the resources of all rounds.
