@@ -42,7 +42,7 @@ from typing import Any
 import torch
 
 from benchmarks import compare_child
-from benchmarks.common import RESULTS, Mark, environment, without_out, write
+from benchmarks.common import RESULTS, Mark, caches_in, environment, without_out, write
 from benchmarks.compare_plot import plot
 from benchmarks.compare_report import markdown, report
 from benchmarks.compare_sides import SIDES, STARTS
@@ -171,8 +171,7 @@ def _child(told: Sequence[str], caches: Path, patience: float) -> tuple[list[Row
     """The rows that a child printed, and what ended it if it did not end well."""
     paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
     surroundings = os.environ | {
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
+        **caches_in(caches),
         "PYTHONPATH": os.pathsep.join(paths),
     }
     (caches / "ours").mkdir(parents=True, exist_ok=True)

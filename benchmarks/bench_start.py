@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 import piecewise_graph as pg
-from benchmarks.common import RESULTS, Mark, table, without_out, write
+from benchmarks.common import RESULTS, Mark, caches_in, table, wait, without_out, write
 from benchmarks.llama import SHAPES, random_model
-from piecewise_graph.eagle import Speculator
+from benchmarks.own_engine import plain_speculator
 
-REQUESTS, PAGE, TOKENS_PER_REQUEST = 32, 16, 256
+REQUESTS, MAX_SEQ_LEN = 32, 4096
 LIMITS = {"empty": 20.0, "filled": 8.0}  # seconds, of the 8B shape
 BESIDE = 0.5  # GiB
 COLUMNS = ("shape", "caches", "ready_s", "import_s", "weights_s", "beside_GiB", "captures", "compiles")
@@ -40,14 +40,10 @@ def start(shape: str, cache_dir: str, began: str) -> Row:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     pg.register_attention()
     model = random_model(SHAPES[shape], device, "piecewise")
-    wait(device)
+    wait()
     loaded = time.perf_counter()
-    speculator = Speculator(
-        model, shapes=[0], max_requests=REQUESTS, max_seq_len=4096, page_size=PAGE,
-        num_pages=REQUESTS * TOKENS_PER_REQUEST // PAGE, options={"cache_dir": cache_dir},
-    )  # fmt: skip
-    speculator.prepare()
-    wait(device)
+    plain_speculator(model, REQUESTS, MAX_SEQ_LEN, cache_dir=cache_dir)
+    wait()
     ready = time.perf_counter()
     beside = 0
     if device.type == "cuda":
@@ -63,15 +59,9 @@ def start(shape: str, cache_dir: str, began: str) -> Row:
     }
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def started(shape: str, folder: str) -> Row:
     """`start` in a process of its own, whose caches lie in `folder`."""
-    places = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-    environment = {**os.environ, **{name: str(Path(folder, place)) for name, place in places.items()}}
+    environment = os.environ | caches_in(Path(folder))
     command = [sys.executable, "-m", "benchmarks.bench_start", "--child", shape]
     command += [str(Path(folder, "pg")), str(time.time())]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -21,11 +21,13 @@ __all__ = [
     "Timing",
     "alternate",
     "alternate_host",
+    "caches_in",
     "distance",
     "environment",
     "on_own_stream",
     "read_bandwidth",
     "table",
+    "wait",
     "without_out",
     "write",
 ]
@@ -64,6 +66,14 @@ def write(
     for mark in content["marks"] if report else ():
         verdict = "met   " if mark["met"] else "MISSED"
         print(f"{verdict} {mark['name']}: {mark['value']:.4g} (limit {mark['limit']:.4g})")
+
+
+def caches_in(folder: Path) -> dict[str, str]:
+    """Environment of a process whose compilers keep their caches in `folder`."""
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
 
 
 def without_out(arguments: list[str], *places: str) -> list[str]:
@@ -117,11 +127,11 @@ def alternate(
 
 def seconds_of(call: Callable[[], Any], repeat: int = 1) -> float:
     """Seconds of one of `repeat` calls, the device idle before and after them."""
-    _wait()
+    wait()
     began = time.perf_counter()
     for _ in range(repeat):
         call()
-    _wait()
+    wait()
     return (time.perf_counter() - began) / repeat
 
 
@@ -143,14 +153,14 @@ def alternate_host(
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(-1, rounds):  # the first warms up
         for name, call in sides.items():
-            _wait()
+            wait()
             with torch.cuda.stream((streams or {}).get(name)):
                 for _ in range(warmups if turn < 0 else calls):
                     began = time.perf_counter()
                     call()
                     if turn >= 0:
                         taken[name].append(time.perf_counter() - began)
-    _wait()
+    wait()
     return {name: _timing(seconds) for name, seconds in taken.items()}
 
 
@@ -174,7 +184,8 @@ def _timing(seconds: list[float]) -> Timing:
     return Timing(statistics.median(seconds), low, high)
 
 
-def _wait() -> None:
+def wait() -> None:
+    """Until the device, if there is one, has done all work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import piecewise_graph as pg
-from benchmarks.common import alternate, alternate_host, distance, on_own_stream, read_bandwidth
+from benchmarks.common import alternate, alternate_host, distance, on_own_stream, read_bandwidth, wait
 from benchmarks.compare_sides import OURS, SIDES, Eager, Step
 from benchmarks.llama import SHAPES
 from benchmarks.paged import PagedModel
@@ -49,14 +49,14 @@ def start(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     sides = [SIDES[name](paged, options.cache_dir, options.compiler) for name in names]
     sides[0].first()
-    _wait()
+    wait()
     row: dict[str, Any] = {"first_call_s": time.perf_counter() - began, "backend_s": _backend_seconds()}
     row["ready"] = []
     emit(**row | sides[0].facts())
     for side in sides:
         for tokens in paged.counts:
             side.ready(tokens)
-            _wait()
+            wait()
             row["ready"] = sorted({*row["ready"], tokens})
             row |= {"ready_s": time.perf_counter() - began, "backend_s": _backend_seconds()}
             emit(**row)
@@ -71,7 +71,7 @@ def _prepared(options: argparse.Namespace) -> PagedModel:
 
     paged = PagedModel(SHAPES[options.shape], sizes(options), options.implementation)
     paged.touch()
-    _wait()
+    wait()
     return paged
 
 
@@ -122,11 +122,11 @@ def _make_ready(
     try:
         side = kind(paged, options.cache_dir, options.compiler)
         side.first()
-        _wait()
+        wait()
         row["first_call_s"] = time.perf_counter() - began
         for tokens in wanted:
             found[tokens] = _attempt(side, tokens)
-        _wait()
+        wait()
         row |= {"ready_s": time.perf_counter() - began, **side.facts()}
     except Exception as error:  # whatever it is, the other sides go on and the row says it
         row["error"] = describe(error)
@@ -215,11 +215,6 @@ class _Missing(Exception):
 
 def _logits(step: Callable[[], Any]) -> Tensor:
     return step().logits.float()
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

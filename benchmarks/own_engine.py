@@ -22,6 +22,21 @@ TOKENS_PER_REQUEST = 256  # that there is KV cache for, on average
 Row = dict[str, Any]
 
 
+def plain_speculator(model: Any, requests: int, max_seq_len: int, **options: Any) -> Speculator:
+    """Ready for plain decoding of up to so many requests; `options` are of pg.compile."""
+    speculator = Speculator(
+        model,
+        shapes=[0],
+        max_requests=requests,
+        max_seq_len=max_seq_len,
+        page_size=PAGE,
+        num_pages=requests * TOKENS_PER_REQUEST // PAGE,
+        options=options,
+    )
+    speculator.prepare()
+    return speculator
+
+
 class OwnEngine:
     """Plain decoding of a shape with random weights, no option set; asked as `vllm_engine.Served` is.
 
@@ -36,15 +51,7 @@ class OwnEngine:
         pg.register_attention()
         model = random_model(SHAPES[Path(settings["model"]).name], device, "piecewise")
         loaded, requests = time.monotonic(), settings["max_num_seqs"]
-        speculator = Speculator(
-            model,
-            shapes=[0],
-            max_requests=requests,
-            max_seq_len=settings["max_model_len"],
-            page_size=PAGE,
-            num_pages=requests * TOKENS_PER_REQUEST // PAGE,
-        )
-        speculator.prepare()
+        speculator = plain_speculator(model, requests, settings["max_model_len"])
         self._setting = Setting.of(steps=0)
         self._engine = self._setting.engine(speculator)
         self.seconds = time.monotonic() - began

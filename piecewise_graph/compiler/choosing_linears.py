@@ -38,17 +38,13 @@ def choosing_linears(gm: GraphModule) -> GraphModule:
 
 def compile_kernels_ahead(gm: GraphModule, sizes: Sequence[int]) -> None:
     """Have the kernels compiled in other threads that the ops of `gm` will launch for these token counts."""
-    likes = dict[Any, Tensor]()
     for node in gm.graph.nodes:
         if node.target not in (torch.ops.piecewise.linears.default, torch.ops.piecewise.swiglu.default):
             continue
         x, _, biases = node.args
         value, gated = _torch.example_value(x), node.target is torch.ops.piecewise.swiglu.default
         made = [_torch.example_value(n) for n in ([node, node] if gated else node.users)]
-        key = value.dtype, value.device
-        like = likes.get(key)
-        if like is None:
-            like = likes[key] = torch.empty(1, dtype=value.dtype, device=value.device)
+        like = torch.empty(1, dtype=value.dtype, device=value.device)
         rows, has_bias = [int(each.shape[-1]) for each in made], biases[0] is not None
         compile_ahead(like, sizes, rows, int(value.shape[-1]), has_bias=has_bias, gated=gated)
 

@@ -6,7 +6,7 @@ launches each kernel. Where the model is small for its GPU, launching takes long
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from piecewise_graph.integrations.errors import IntegrationError
@@ -52,12 +52,12 @@ def prompt_sizes(sizes: Sequence[int], config: Any, most: int) -> list[int]:
         most: tokens of vLLM's longest step.
     """
     settings = VLLM.required(config, "additional_config", "VllmConfig")
-    limit = min(settings.get(SETTING, 0), most) if sizes and isinstance(settings, dict) else 0
-    return [size for size in sorted({*_multiples(limit), limit}) if size > max(sizes, default=limit)]
+    if not sizes or not isinstance(settings, dict):
+        return []
+    limit = min(settings.get(SETTING, 0), most)
+    return [size for size in sorted({*_multiples(limit), limit}) if size > max(sizes)]
 
 
-def _multiples(limit: int) -> Iterator[int]:
+def _multiples(limit: int) -> list[int]:
     """GPUs multiply in tiles of 64 or 128 rows, so padding up to the next multiple costs little."""
-    for size in range(_FINE, limit + 1, _FINE):
-        if size <= _FINE_UP_TO or size % _COARSE == 0:
-            yield size
+    return [n for n in range(_FINE, limit + 1, _FINE) if n <= _FINE_UP_TO or n % _COARSE == 0]
