@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import Blocks, assert_same, compiled, ops, rows
+from toys import WIDTH, Blocks, assert_same, compiled, ops, rows
 
 import piecewise_graph as pg
 from piecewise_graph.errors import FreezeError
@@ -245,3 +245,28 @@ def test_captured_in_one_mode_and_called_in_another(
             x = rows(tokens, device)
             assert_same(frozen(x), model(x))
             assert_same(fast(x), model(x))
+
+
+class Swapping(nn.Module):
+    """Another weight stands in its parameter's place while a layer runs, as transformers does it."""
+
+    def __init__(self, restores: bool) -> None:
+        super().__init__()
+        self.layer, self.restores = nn.Linear(WIDTH, WIDTH, bias=False), restores
+
+    def forward(self, x: Tensor) -> Tensor:
+        parameters = self.layer._parameters
+        kept = parameters["weight"]
+        parameters.update({"weight": kept * 2})  # type: ignore[dict-item, operator]
+        made = self.layer(x)
+        if self.restores:
+            parameters["weight"] = kept
+        return made.relu()
+
+
+def test_parameters_that_are_put_back_may_be_swapped(device: torch.device) -> None:
+    model, x = Swapping(restores=True).to(device), rows(3, device)
+    call = pg.freeze(compiled(model), x)
+    assert_same(call(x), model(x))
+    with pytest.raises(FreezeError, match=r"changes .*_parameters"):
+        pg.freeze(compiled(Swapping(restores=False).to(device)), x)

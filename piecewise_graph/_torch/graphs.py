@@ -186,15 +186,26 @@ def changed_objects() -> tuple[str, ...]:
 
 
 def _is_changed(item: Any, effects: Any) -> bool:
-    """An attribute that gets the constant that it has, at the end of the trace, is not changed."""
+    """An attribute that gets the constant that it has, at the end of the trace, is not changed.
+
+    Nor is a dict whose entries are what they were (transformers puts other tensors in the place of parameters
+    while a module runs).
+    """
     assigned, missing = effects.store_attr_mutations.get(item), object()
     if not assigned:
-        return bool(effects.is_modified(item))
+        return bool(effects.is_modified(item)) and not _is_as_it_was(item)
     for name, value in assigned.items():
         now = getattr(getattr(item, "value", None), name, missing)
         if not value.is_python_constant() or repr(value.as_python_constant()) != repr(now):
             return True
     return False
+
+
+def _is_as_it_was(item: Any) -> bool:
+    from torch._dynamo.variables import ConstDictVariable
+
+    is_dict = isinstance(item, ConstDictVariable) and len(item.items) == len(item.original_items)
+    return is_dict and not item.has_new_items()
 
 
 def returns_intermediates(gm: GraphModule) -> bool:
