@@ -33,12 +33,14 @@ from piecewise_graph.frontend.in_place import capture_in_place
 from piecewise_graph.graph_pool import GraphPool
 from piecewise_graph.inspection.bisection import bisect
 from piecewise_graph.inspection.explanation import explain
+from piecewise_graph.ranks.exchange import Ranks, ranks_of
 from piecewise_graph.splitter.splitting_ops import register_splitting_op
 from piecewise_graph.telemetry import counters
 
 __all__ = [
     "GraphPool",
     "PiecewiseConfig",
+    "Ranks",
     "bisect",
     "capture",
     "capture_in_place",
@@ -51,6 +53,7 @@ __all__ = [
     "freeze",
     "get_forward_context",
     "plan",
+    "ranks_of",
     "register_attention",
     "register_padding_rule",
     "register_splitting_op",

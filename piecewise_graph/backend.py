@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.fx import GraphModule
 
 from piecewise_graph import _torch
@@ -14,10 +16,13 @@ from piecewise_graph.compiler.build_program import build_program
 from piecewise_graph.compiler.constant_floats import take_floats_for_constants
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import ConfigError
+from piecewise_graph.ranks.exchange import ranks_of_groups
 from piecewise_graph.runtime.model_state import FindState, all_states, state_for_trace
 from piecewise_graph.runtime.per_model import per_model, unsplit_per_model
 from piecewise_graph.runtime.unsplit import UnsplitRuntime
+from piecewise_graph.splitter.local_shards import with_local_shards
 from piecewise_graph.splitter.returned_views import without_returned_views
+from piecewise_graph.splitter.waited_collectives import groups_of, with_waited_collectives
 from piecewise_graph.splitter.wrapper_weights import without_wrappers
 from piecewise_graph.telemetry import counters
 
@@ -79,9 +84,16 @@ def _build(
         take_floats_for_constants(gm, state.floats)
     counters.add("traces")
     _torch.publish_graph("before_split", gm)
-    program = build_program(plain.gm, args, state.config, state.compiled)
+    ranks = ranks_of_groups(groups_of(plain.gm), state.config.rank_timeout)
+    with ranks.together("compile a trace"):
+        local = with_waited_collectives(with_local_shards(plain.gm))
+        program = build_program(local, args, state.config, state.compiled, ranks)
+    forms = ranks.answers("how a trace is served", program if isinstance(program, str) else program.form)
+    if any(form != forms[0] for form in forms):
+        program = "ranks_differ"
     if isinstance(program, str):
-        return _unsplit(gm, example_inputs, program, find_state, state.config)
+        with ranks.together("compile a trace as one graph"):
+            return _unsplit(gm, example_inputs, program, find_state, state.config)
     forward = per_model(program, find_state, args, weights)
     return plain.taking_apart(forward) if plain.layouts else forward
 
@@ -108,6 +120,8 @@ def reset() -> None:
     """
     for state in all_states():
         state.reset()
+    if distributed.is_available() and distributed.is_initialized():
+        gc.collect()  # a process group whose collectives lie in a graph, unreachable or not, would not end
 
 
 piecewise.reset = reset  # type: ignore[attr-defined]  # Dynamo looks for it on the backend function

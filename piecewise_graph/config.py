@@ -41,6 +41,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "capture_sizes": lambda value: value is None or (_are_sizes(value) and len(value) > 0),
     "batch_sizes": lambda value: value is None or _are_sizes(value),
     "specialize": _are_sizes,
+    "rank_timeout": lambda value: isinstance(value, (int, float)) and value > 0,
     "cache_dir": lambda path: (
         path is None or (isinstance(path, (str, os.PathLike)) and bool(os.fspath(path)))
     ),
@@ -80,6 +81,8 @@ class PiecewiseConfig:
             lies there is code that will be run: no other user may be able to write to it.
         merge_linears: run linears of one input (q/k/v, gate/up) as one. The model's weights are moved: each
             becomes a view of a merged one. Not for a model with weights that other code's CUDA graph reads.
+        rank_timeout: seconds that a rank of a tensor-parallel model waits for the others, where they compile
+            and capture together.
 
     Raises:
         ConfigError: for a value that cannot work.
@@ -100,6 +103,7 @@ class PiecewiseConfig:
     max_graph_bytes: int | None = None
     cache_dir: str | os.PathLike[str] | None = None
     merge_linears: bool = False
+    rank_timeout: float = 600.0
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -32,6 +32,7 @@ _EXPECTED = {
     "max_tokens": "a whole number from 1 up",
     "merge_linears": "True or False",
     "pool": "a pg.GraphPool() or None",
+    "rank_timeout": "a number of seconds above 0",
     "specialize": "a list of capture sizes",
 }
 
@@ -249,6 +250,38 @@ class InputError(PiecewiseError):
         return cls(what, "skip the call when there is nothing to run.")
 
 
+class RankError(PiecewiseError):
+    """Processes that run one model together (tensor parallel) could not go on together. All of them raise."""
+
+    @classmethod
+    def failed(cls, rank: int, what: str, cause: str) -> RankError:
+        return cls(
+            f"rank {rank} could not {what}: {cause}",
+            f"read the error of rank {rank}; all ranks have stopped where it did.",
+        )
+
+    @classmethod
+    def differs(cls, what: str, answers: Sequence[object]) -> RankError:
+        found = "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers))
+        return cls(
+            f"the ranks do not agree about {what}: {found}.",
+            "call the model on all ranks in the same order, with the same sizes and options.",
+        )
+
+    @classmethod
+    def heads(cls, ranks: int, heads: int) -> RankError:
+        what = f"{ranks} ranks cannot share {heads} KV heads: some would need parts of two."
+        return cls(what, "run on a number of ranks that divides the KV heads, or is a multiple of them.")
+
+    @classmethod
+    def lost(cls, what: str, cause: str) -> RankError:
+        return cls(
+            f"a rank did not answer when all were to {what}: {cause}",
+            "look for the rank that died or hangs, and start all of them anew; option rank_timeout says how "
+            "many seconds the others wait.",
+        )
+
+
 class GraphPoolError(PiecewiseError):
     """A pool is used in a way that it cannot serve."""
 
@@ -301,6 +334,12 @@ class CaptureError(PiecewiseError):
     def failed(error: Exception) -> str:
         """A bucket's failure, as `pg.explain` shows it; the call itself is answered uncaptured."""
         return f"{type(error).__name__}: {error}"
+
+    @staticmethod
+    def on_another_rank(answers: Sequence[object]) -> str:
+        """A bucket's failure, as `pg.explain` shows it, where this rank alone would have gone on."""
+        found = "; ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers))
+        return f"captured on all ranks or on none: {found}"
 
     @staticmethod
     def op_failed(error: Exception) -> str:

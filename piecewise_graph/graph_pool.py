@@ -36,6 +36,7 @@ from piecewise_graph import _torch
 from piecewise_graph.errors import GraphPoolError
 from piecewise_graph.kernels.detour import Detour
 from piecewise_graph.kernels.turns import Turns
+from piecewise_graph.ranks.collectives import alone
 from piecewise_graph.sizes import kept
 from piecewise_graph.stand_in import StandIn
 
@@ -164,7 +165,7 @@ class GraphPool:
             (replay, outputs): `replay()` recomputes `outputs` in place from what `inputs` hold then.
         """
         if self._memory is None:
-            with kept(written if warm is None else ()):
+            with kept(written if warm is None else ()), alone():
                 outputs = run(*inputs) if warm is None else [tensor.clone() for tensor in warm]
             stand_in = StandIn(run, inputs, outputs)
             self._stand_ins.add(stand_in)

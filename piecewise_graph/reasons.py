@@ -39,6 +39,7 @@ REMEDIES = {
     "op_not_capturable": "register the op with capturable=True, if it may be captured",
     "over_budget": "raise max_graph_bytes, or choose fewer or smaller capture_sizes",
     "random_numbers": "call model.eval(), or draw the numbers outside and pass them in",
+    "ranks_differ": "give all ranks parts of the same sizes, and the same options",
     "reads_beyond_a_view": "slice or unfold instead of as_strided, or clone its argument first",
     "returns_a_view": "clone the view that the forward returns, or remove the graph break behind it",
     "second_dynamic_dimension": "pass batch_sizes, flatten requests to [1, tokens], or keep the batch size "

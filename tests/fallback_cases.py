@@ -177,6 +177,7 @@ ELSEWHERE = {
     "overlapping_memory",
     "padding_unproven",
     "proof_failed",
+    "ranks_differ",
     "reads_beyond_a_view",
     "size_is_a_number",
     "second_dynamic_dimension",

@@ -22,7 +22,7 @@ import piecewise_graph as pg
 LEVELS = (
     {"reasons"},
     {"errors", "_torch", "telemetry", "buckets", "kernels"},
-    {"sizes", "context"},
+    {"sizes", "context", "ranks"},
     {"stand_in"},
     {"graph_pool", "splitter"},
     {"config", "analysis"},

@@ -13,8 +13,8 @@ from test_architecture import CORE, LEVELS
 
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
-    "errors": 512,
-    "rules": 814,
+    "errors": 551,
+    "rules": 824,
     "claims": 430,
     "proof": 357,
 }
@@ -71,18 +71,19 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1220,
-    "_torch": 754,
+    "beside": 1271,
+    "ranks": 150,
+    "_torch": 813,
     "kernels": 732,
-    "splitter": 1137,
-    "analysis": 1665,
-    "compiler": 1844,
-    "recorder": 1174,
-    "runtime": 1403,
+    "splitter": 1340,
+    "analysis": 1672,
+    "compiler": 1857,
+    "recorder": 1183,
+    "runtime": 1434,
     "inspection": 995,
-    "frontend": 1195,
-    "custom_ops": 3441,
-    "eagle": 2998,
+    "frontend": 1240,
+    "custom_ops": 3452,
+    "eagle": 3017,
     "integrations": 721,
     "bench": 646,
     "cli": 881,

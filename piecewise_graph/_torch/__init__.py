@@ -28,6 +28,16 @@ from piecewise_graph._torch.device import (
     stream_address as stream_address,
     stream_setter as stream_setter,
 )
+from piecewise_graph._torch.distributed import (
+    forget_conditions_of_shards as forget_conditions_of_shards,
+    functional_collective as functional_collective,
+    gather as gather,
+    is_sharded as is_sharded,
+    makes_sharded_of_local as makes_sharded_of_local,
+    moves_shards as moves_shards,
+    process_group as process_group,
+    takes_local as takes_local,
+)
 from piecewise_graph._torch.graphs import (
     argument_values as argument_values,
     assigned_attributes as assigned_attributes,
@@ -61,6 +71,7 @@ from piecewise_graph._torch.ops import (
     OpOverloadPacket as OpOverloadPacket,
     autocast_functions as autocast_functions,
     droppable_functions as droppable_functions,
+    fake_result as fake_result,
     grad_mode_function as grad_mode_function,
     inner_graphs as inner_graphs,
     is_higher_order as is_higher_order,

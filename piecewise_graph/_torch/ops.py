@@ -30,6 +30,14 @@ def propagate_fake(gm: GraphModule, inputs: Sequence[Any], mode: Any) -> None:
         _Propagation(gm).run(*inputs, enable_io_processing=False)
 
 
+def fake_result(function: Callable[..., Any], args: Sequence[Any], mode: Any) -> Any:
+    """What `function` returns for fake values of `mode`, whose sizes may be symbols; runs nothing."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        return function(*args)
+
+
 class _Propagation(torch.fx.Interpreter):
     def run_node(self, n: Node) -> Any:
         n.meta["example_value"] = value = super().run_node(n)

@@ -121,7 +121,7 @@ def _kept_role(call: Call, claim: Claim) -> Role | None:
     return claim.role if same or casts else None
 
 
-@rule("_c10d_functional::all_reduce _c10d_functional::wait_tensor")
+@rule("_c10d_functional::all_reduce _c10d_functional::wait_tensor piecewise::all_reduce")
 def across_ranks(call: Call) -> Sequence[State]:
     """An element of the result is made of the elements of the same place on every rank.
 
@@ -129,6 +129,16 @@ def across_ranks(call: Call) -> Sequence[State]:
     """
     call.numbers_are_constant()
     return [Claim(call.claim(call.tensors[0]).dims)]
+
+
+@rule("piecewise::all_gather")
+def parts_of_ranks(call: Call) -> Sequence[State]:
+    """Parts of a dimension without tokens, one after another; the rows of others are independent."""
+    call.numbers_are_constant()
+    source, dim = call.tensors[0], call.dim_of(call.tensors[0])
+    claim = call.claim(source)
+    require(is_constant(claim.dims[dim]), "gathers tokens")
+    return [Claim(replaced(claim.dims, dim, call.fresh(call.results[0])[dim]))]
 
 
 @rule("native_dropout")

@@ -22,6 +22,7 @@ from piecewise_graph.compiler.segments import CompiledSegment, compile_split
 from piecewise_graph.compiler.specialize import specialized
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import LeakWarning
+from piecewise_graph.ranks.exchange import ALONE, Ranks
 from piecewise_graph.sizes import ShapeContract, Sizes, evaluate, relaxed_range
 from piecewise_graph.splitter.decode_steps import with_attention_inside
 from piecewise_graph.splitter.merge_linears import merge_linears
@@ -39,6 +40,7 @@ def build_program(
     example_inputs: Sequence[Any],
     config: PiecewiseConfig,
     compiled: dict[str, CompiledSegment],
+    ranks: Ranks = ALONE,
 ) -> Program | str:
     """The program of one trace, or the reason why the trace must be compiled as one graph.
 
@@ -46,6 +48,7 @@ def build_program(
         gm: the graph that Dynamo traced.
         example_inputs: its arguments; with `merge_linears` its parameters are moved.
         compiled: structures by key, shared by the traces of one model; grows here.
+        ranks: the processes that run the trace together.
     """
     reason = _keeps_whole(gm, example_inputs)
     if reason is not None:
@@ -66,6 +69,7 @@ def build_program(
         merge=merge,
         breaks=breaks,
         changed=tuple(map(readable_source, _torch.changed_objects())),
+        ranks=ranks,
     )
     report_split(program)
     return specialized(program, example_inputs, config, compiled)

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import SplittingOpError
+from piecewise_graph.ranks.exchange import Ranks
 from piecewise_graph.sizes import (
     ShapeContract,
     Sizes,
@@ -61,6 +62,7 @@ class Program:
         fixed: what the sizes that Dynamo left open were taken for, all or the batch; empty where none was.
         uncapturable: names of nodes of `traced` that no graph can hold, as a capture showed, and why.
         changed: the caller's objects that the forward changes in Python, after every call of the graph.
+        ranks: the processes that run it together.
     """
 
     traced: GraphModule
@@ -78,8 +80,15 @@ class Program:
     merge: Merge
     breaks: bool
     changed: tuple[str, ...]
+    ranks: Ranks
     fixed: Sizes = field(default_factory=dict)
     uncapturable: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """How it is cut, and what may be replayed; ranks that run it together have to have the same."""
+        padded = (isinstance(step, SegmentStep) and step.padded for step in self.split.steps)
+        return len(self.split.steps), *padded, self.blocked, self.unpaddable
 
     @property
     def distinct(self) -> tuple[CompiledSegment, ...]:

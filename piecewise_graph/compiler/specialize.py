@@ -12,6 +12,7 @@ is not used; pg.explain shows the reason. The proof of padding runs it too (reco
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -37,6 +38,7 @@ from piecewise_graph.splitter.merge_linears import drop_copies, linear_operands
 from piecewise_graph.splitter.split_graph import SegmentStep, Size
 from piecewise_graph.telemetry import counters
 
+log = logging.getLogger(__name__)
 RunSegment = Callable[..., Sequence[Tensor]]
 
 
@@ -51,6 +53,9 @@ def specialized(
     """
     sizes = [size for size in config.specialize if _serves(program, size)]
     if not sizes or program.blocked or config.compiler != "inductor":
+        return program
+    if program.ranks.several:  # each would choose by its own timing, and round otherwise than the others
+        log.info("no code for exact sizes: the model runs on %d ranks", program.ranks.count)
         return program
     bound = _bound(program, args)
     with torch.cuda.device(program.device) if program.device.type == "cuda" else nullcontext():

@@ -51,6 +51,7 @@ from piecewise_graph.frontend.one_token import Signature, is_of_transformers, si
 from piecewise_graph.frontend.strides import with_plain_strides
 from piecewise_graph.frontend.token_dims import BatchDims, TokenDims
 from piecewise_graph.frontend.untraced import untraced
+from piecewise_graph.frontend.whole_heads import with_whole_kv_heads
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.side_channel import Purpose, TracedOnly
 from piecewise_graph.sizes import ShapeMiss
@@ -100,6 +101,7 @@ class CompiledModel:
         batch_dim: Mapping[str, int] | None = None,
     ) -> None:
         _torch.raise_recompile_limit()
+        with_whole_kv_heads(model)
         prepare(config.compiler, config.cache_dir)
         self._given = model, token_dim, config, batch_dim
         self._model = model

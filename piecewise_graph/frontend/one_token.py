@@ -7,6 +7,7 @@ trace at T = 1 has other calls, other constants or other shapes.
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import sympy
@@ -43,8 +44,17 @@ def signature(gm: GraphModule) -> Signature:
         if node.op in ("call_function", "call_method") and not is_scalar(value):
             operands = map_arg((node.args, dict(node.kwargs)), lambda arg: _operand(arg, numbers))
             numbers[node] = len(calls)
-            calls.append((node.op, str(node.target), repr(_plain(operands)), _shapes(value)))
+            calls.append((node.op, _target(node), repr(_plain(operands)), _shapes(value)))
     return tuple(calls)
+
+
+def _target(node: Node) -> str:
+    """What a node calls. Torch 2.11 makes a function for each call of a method of DTensor, "prim m"."""
+    function = node.target
+    if not isinstance(function, FunctionType) or not function.__name__.startswith("prim"):
+        return str(function)
+    held = [str(_plain(_at_one(cell.cell_contents))) for cell in function.__closure__ or ()]
+    return f"{function.__qualname__} {function.__name__} {[text for text in held if ' at 0x' not in text]}"
 
 
 def _operand(node: Node, numbers: dict[Node, int]) -> Any:

@@ -22,6 +22,7 @@ from torch import Tensor
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.errors import CaptureError
 from piecewise_graph.graph_pool import GraphPool, Run, Tensors
+from piecewise_graph.ranks.collectives import alone
 from piecewise_graph.recorder.bucket_record import BucketRecord
 from piecewise_graph.recorder.padding import probe_size
 from piecewise_graph.recorder.padding_proofs import Key, PaddingProofs, trial_key
@@ -144,7 +145,8 @@ def _try_out(
         for trial in trials:
             if size in trial.trace.sizes:
                 try:
-                    found.append(trial.run(size))
+                    with alone():
+                        found.append(trial.run(size))
                 except Exception as error:  # the plan of the other buckets is still worth having
                     failed[size] = CaptureError.not_planned(error)
     return found

@@ -33,6 +33,7 @@ from piecewise_graph import _torch
 from piecewise_graph.compiler.program import Program, as_returned, run_steps
 from piecewise_graph.compiler.segments import CompiledSegment
 from piecewise_graph.errors import SplittingOpError
+from piecewise_graph.ranks.collectives import alone
 from piecewise_graph.recorder.padding import UNPROVEN, Trial, padding_reason, probe_size
 from piecewise_graph.recorder.padding_proofs import trial_key
 from piecewise_graph.recorder.static_buffers import narrow
@@ -194,7 +195,8 @@ def _run_exact(
         samples.take(step, segment, inputs)
         cold = num_tokens < bucket and segment.facts.computes and segment.key not in warmed
         if cold and not tried and proofs.reason(program, step, bucket) is None:
-            Trial(program, step, segment, num_tokens, bucket).warm_up(inputs)
+            with alone():
+                Trial(program, step, segment, num_tokens, bucket).warm_up(inputs)
         warmed.add(segment.key)
         return segment.at(num_tokens)(*inputs)
 
@@ -213,10 +215,13 @@ def _prover(workspace: Workspace, num_tokens: int, bucket: int) -> Prove:
             return False
         trial = Trial(program, step, segment, probe, bucket)
         try:
-            reason = padding_reason(trial, inputs, proved=proved)
+            with alone():
+                reason = padding_reason(trial, inputs, proved=proved)
         except (RuntimeError, ValueError, IndexError, AssertionError):
             # The model cannot run at this size (a batch norm of one row). The caller did nothing wrong.
             reason = "proof_failed"
+        found = program.ranks.answers(f"try the padding of segment {step.index} to {bucket} tokens", reason)
+        reason = next(filter(None, found), None)
         if reason != UNPROVEN:
             proofs.add(key, reason)
         return True

@@ -157,15 +157,16 @@ class Batches:
     def _prepared(self, make: Callable[[], Made | None]) -> Made | None:
         """What `make` makes; None where the ops cannot be faked at the sizes that it takes for the call's."""
         began = time.perf_counter()
+        made = None
         try:
-            return make()
+            made = make()
         except Exception as error:  # whatever it is: the call has another way
             if _torch.is_dynamo_control_flow(error):
                 raise
             log.info("no batch of its own: %s", error)
-            return None
         finally:
             self.prepared, self.preparing = self.prepared + 1, self.preparing + time.perf_counter() - began
+        return made if self._program.ranks.all("prepare a batch size", made is not None) else None
 
     def _tokens_of(self, sizes: Sizes) -> Sizes:
         return {self._symbols.tokens: sizes[self._symbols.tokens]}
@@ -199,7 +200,8 @@ class Batches:
                     return True
                 replay = partial(ready.launch_uncounted, self._grown(args, requests, size))
                 exact = partial(run_steps, self._program, in_layout(self._program, args, sizes), sizes)
-                self._costs[key] = measured(device, replay, exact, rows)
+                found = measured(device, replay, exact, rows)
+                self._costs[key] = self._program.ranks.first(f"time a batch of {size} requests", found)
         cost = self._costs[key]
         return cost is None or cost.pays(rows)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from piecewise_graph.context import ForwardContext
 from piecewise_graph.errors import CaptureError
 from piecewise_graph.graph_pool import GraphPool
+from piecewise_graph.ranks.exchange import Ranks
 from piecewise_graph.recorder.bucket_record import BucketRecord
 from piecewise_graph.recorder.padding import UNPROVEN
 from piecewise_graph.recorder.rehearse import is_rehearsed, rehearse
@@ -45,6 +46,23 @@ class Outcome:
     uncapturable: Mapping[str, str] = field(default_factory=dict)
 
 
+def on_all_ranks(ranks: Ranks, bucket: int, capture: Callable[[], Outcome]) -> Outcome:
+    """The outcome of `capture`, or a failure of the bucket where that of another rank is not the same.
+
+    Raises:
+        RankError: the ranks capture other buckets, or one of them failed to answer the call; all raise.
+    """
+    ranks.same("which bucket to capture", bucket)
+    with ranks.together(f"capture {bucket} tokens"):
+        outcome = capture()
+    kind = outcome.reason or ("failed" if outcome.failure is not None else "captured")
+    mine = kind, sorted(outcome.uncapturable), outcome.failure or kind
+    answers = ranks.answers(f"end the capture of {bucket} tokens", mine)
+    if all(answer[:2] == mine[:2] for answer in answers):
+        return outcome
+    return Outcome(outcome.outputs, failure=CaptureError.on_another_rank([text for *_, text in answers]))
+
+
 def capture_bucket(
     workspace: Workspace,
     tapes: TapeSet,
@@ -66,11 +84,13 @@ def capture_bucket(
         rehearsed: a forward of the trace was a rehearsal.
         planned: bytes that pg.plan expects; None where it says nothing.
     """
+    program = workspace.program
     measured = _Measured(workspace.pool, tapes, planned)
     with workspace.pool.session():
         if rehearsed and not (padded or tapes.mode.one_graph) and is_rehearsed(workspace, bucket):
             tape = _recorded_unrehearsed(workspace, tapes, args, num_tokens, bucket)
-            if tape is not None:
+            made_on_all = program.ranks.all(f"capture {bucket} tokens without a rehearsal", tape is not None)
+            if tape is not None and made_on_all:
                 captured = CapturedBucket(tape, measured.record(tape), None)
                 return Outcome(tape.run_first(args, num_tokens), captured=captured)
         rehearsal = rehearse(workspace, args, num_tokens, bucket, padded=padded, watch_ops=watch_ops)
@@ -84,7 +104,8 @@ def capture_bucket(
             failure = CaptureError.out_of_memory(bucket, str(error), planned)
             return Outcome(rehearsal.outputs, failure=failure)
         except Exception as error:  # whatever it was: the call itself has its answer
-            found = uncapturable_nodes(workspace.program, rehearsal.samples)
+            # The search runs segments, collectives included, which another rank may have no reason for.
+            found = {} if program.ranks.several else uncapturable_nodes(program, rehearsal.samples)
             return Outcome(rehearsal.outputs, failure=CaptureError.failed(error), uncapturable=found)
     return Outcome(rehearsal.outputs, captured=CapturedBucket(tape, measured.record(tape), held))
 

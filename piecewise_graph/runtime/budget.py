@@ -6,8 +6,11 @@ never by a question (`Runtime.decide`, pg.explain).
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
+from piecewise_graph.ranks.exchange import ALONE
 from piecewise_graph.recorder.memory_plan import Plan, make_plan
 from piecewise_graph.runtime.model_state import ModelState, Trace
 from piecewise_graph.runtime.side_channel import Purpose
@@ -18,7 +21,12 @@ def plan_sizes(state: ModelState, sizes: Iterable[int]) -> Plan:
     given = [trace.to_plan(number) for number, trace in enumerate(state.traces)]
     traces = [trace for trace in given if trace is not None]
     budget = state.config.max_graph_bytes
-    state.plan = make_plan(traces, sizes, budget=budget, all_traces=len(given))
+    ranks = next((trace.program.ranks for trace in traces if trace.program.ranks.several), ALONE)
+    with ranks.together("plan what graphs will take"):
+        plan = make_plan(traces, sizes, budget=budget, all_traces=len(given))
+    dropped = ChainMap(*ranks.answers("drop buckets from the plan", plan.dropped))
+    kept = tuple(bucket for bucket in plan.buckets if bucket.tokens not in dropped)
+    state.plan = replace(plan, buckets=kept, dropped=dict(dropped))
     return state.plan
 
 

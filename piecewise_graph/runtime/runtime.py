@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +27,7 @@ from piecewise_graph.recorder.padding_proofs import PADDING_REASONS
 from piecewise_graph.recorder.tape import own_outputs
 from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.runtime.bound_addresses import BoundAddresses
-from piecewise_graph.runtime.bucket_capture import capture_bucket
+from piecewise_graph.runtime.bucket_capture import capture_bucket, on_all_ranks
 from piecewise_graph.runtime.budget import over_budget, plan_before_capture, planned_bytes
 from piecewise_graph.runtime.dispatch import Action, Decision, Situation, decide, never_replayed
 from piecewise_graph.runtime.model_state import ModelState
@@ -276,7 +277,8 @@ class Runtime:
         if self.addresses.compared:
             self.addresses.check(args)
         tapes = self.tapes_for(context) if decision.mode is FULL else self._piecewise
-        outcome = capture_bucket(
+        capture = partial(
+            capture_bucket,
             self._workspace,
             tapes,
             in_layout(program, args, program.sizes_at(num_tokens)),
@@ -288,6 +290,7 @@ class Runtime:
             rehearsed=self._without_graphs.rehearsals.done,
             planned=planned_bytes(state, self, bucket) if decision.mode is PIECEWISE else None,
         )
+        outcome = on_all_ranks(program.ranks, bucket, capture)
         if outcome.uncapturable and self._cut_out(outcome.uncapturable, args):
             if self.program.has_effects:
                 return outcome.outputs  # which a second forward would have twice; the next call captures
