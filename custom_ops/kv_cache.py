@@ -66,17 +66,24 @@ class PagedKVCache:
 
     @classmethod
     def for_model(
-        cls, config: Any, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
+        cls, model: Any, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> PagedKVCache:
-        """A cache for a transformers model, from its `config`."""
+        """A cache for a transformers model.
+
+        Args:
+            model: the model, or its `config`. The config of a tensor-parallel model does not tell which heads
+                this rank has.
+        """
+        config = getattr(model, "config", model)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
         return cls(
             num_layers=config.num_hidden_layers,
             num_pages=num_pages,
             page_size=page_size,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            kv_heads=min(kv_heads, _local_heads(model, head_dim) or kv_heads),
             head_dim=head_dim,
             dtype=dtype,
             device=device,
@@ -91,6 +98,18 @@ class PagedKVCache:
         if found is None or found.numel() < size:
             found = self.memo[name] = torch.zeros(size, dtype=dtype, device=self.device)
         return found
+
+
+def _local_heads(model: Any, head_dim: int) -> int | None:
+    """KV heads that this rank of a sharded model projects, a part of one as one; None of other models."""
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    if not any(hasattr(parameter, "to_local") for parameter in parameters):
+        return None
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    keys = (module for name, module in decoder.named_modules() if name.endswith(".k_proj"))
+    weights: list[Any] = [module.weight for module in keys if isinstance(module, torch.nn.Linear)]
+    rows = [len(weight.to_local() if hasattr(weight, "to_local") else weight) for weight in weights]
+    return -(-max(rows) // head_dim) if rows else None
 
 
 class RequestTable:

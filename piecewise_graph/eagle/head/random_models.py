@@ -65,6 +65,18 @@ def random_model(
             torch.set_default_dtype(default)
 
 
+def sharded(model: Any) -> Any:
+    """A model of transformers that was made alike on every rank, with this rank's part of its weights.
+
+    As `tp_plan="auto"` cuts them. Collective; all processes of the job take part.
+    """
+    from transformers.distributed import DistributedConfig
+
+    kind = type(model)
+    config, _, mesh = kind.prepare_distribute_model(DistributedConfig(tp_plan="auto"))
+    return kind.maybe_distribute_model(model, config, mesh)
+
+
 def random_draft(target: Any, kind: Kind) -> DraftModel:
     """A head of the published shape with random weights, on the target's device and of its dtype.
 

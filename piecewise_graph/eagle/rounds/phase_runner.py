@@ -25,14 +25,17 @@ class PhaseRunner:
         body: the phase; reads and writes tensors that stay where they are, and returns nothing.
         mode: one of `options.GRAPH_MODES`.
         pool: whose memory and stream a full graph takes.
+        ranks: who run the phase together: it is a graph on all of them, or on none.
 
     Attributes:
         failure: why its graph could not be captured. It runs compiled then, until the pool drops its graphs.
     """
 
-    def __init__(self, name: str, body: Callable[[str], None], mode: str, pool: pg.GraphPool) -> None:
+    def __init__(
+        self, name: str, body: Callable[[str], None], mode: str, pool: pg.GraphPool, ranks: pg.Ranks
+    ) -> None:
         self.name, self.failure = name, ""
-        self._asked, self._body, self._pool = mode, body, pool
+        self._asked, self._body, self._pool, self._ranks = mode, body, pool, ranks
         self._graph: Any = None  # what GraphPool.capture_call returned
 
     @property
@@ -62,8 +65,13 @@ class PhaseRunner:
                 lambda: self._body(self.mode), device=device, name=_SHOWN.get(self.name, self.name)
             )
         except Exception as error:  # the phase itself has run: it goes on without a graph
+            self._graph, failure = None, f"{type(error).__name__}: {error}"
+        else:
+            failure = ""
+        failures = self._ranks.answers(f"capture {self.name}", failure)
+        if any(failures):
             self._graph = None
-            self.failure = str(SpeculatorError.capture_failed(self.name, f"{type(error).__name__}: {error}"))
+            self.failure = str(SpeculatorError.capture_failed(self.name, next(filter(None, failures))))
             self._pool.join(device, self)
             pg.counters.add("failed_captures")
             return

@@ -30,6 +30,7 @@ class Resources:
         draft_cache: None without a draft.
         state: `STATE` of round_buffers.py, by row of the request table.
         pool: memory and stream of all graphs.
+        ranks: who runs the target together.
     """
 
     limits: Limits
@@ -41,6 +42,7 @@ class Resources:
     state: Buffers
     pool: pg.GraphPool
     weights: Weights
+    ranks: pg.Ranks
 
     @classmethod
     def make(
@@ -58,7 +60,7 @@ class Resources:
         paged: dict[str, Any] = {
             "num_pages": limits.num_pages, "page_size": limits.page_size, "dtype": dtype, "device": device,
         }  # fmt: skip
-        cache = PagedKVCache.for_model(model.config, **paged)
+        cache = PagedKVCache.for_model(model, **paged)
         draft_cache = config and PagedKVCache(
             num_layers=config.num_layers, kv_heads=config.kv_heads, head_dim=config.head_dim, **paged
         )
@@ -79,7 +81,8 @@ class Resources:
         )
         weights = Weights({"target": target} | ({} if draft is None else {"draft": draft}))
         pool.join(device, weights)
-        return cls(limits, target, models, cache, draft_cache, table, state, pool, weights)
+        ranks = pg.ranks_of(model, pg.PiecewiseConfig.from_options(target_options).rank_timeout)
+        return cls(limits, target, models, cache, draft_cache, table, state, pool, weights, ranks)
 
     @property
     def device(self) -> torch.device:

@@ -56,8 +56,10 @@ class _Tap(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        # Models read plain attributes of their layers, such as the kind of attention.
-        self.__dict__.update({k: v for k, v in vars(inner).items() if not k.startswith("_")})
+        # Models read plain attributes of their layers, such as the kind of attention. A forward among them
+        # (tensor parallel puts one around a module's own) is for `inner`.
+        attributes = {k: v for k, v in vars(inner).items() if not k.startswith("_") and k != "forward"}
+        self.__dict__.update(attributes)
         self.inner = inner
         self.seen: Tensor | None = None
 

@@ -195,8 +195,10 @@ class Engine:
 
     def _launch(self) -> bool:
         """Send the next step to the device; False if there is nothing to do."""
-        scheduler, max_rows = self._scheduler, self._resources.limits.prefill_rows
-        while self._in_flight and self._in_flight[0].has_arrived:
+        scheduler, resources = self._scheduler, self._resources
+        max_rows = resources.limits.prefill_rows
+        # Where other ranks take the same steps, when a result arrives on one of them is no reason.
+        while self._in_flight and not resources.ranks.several and self._in_flight[0].has_arrived:
             self._settle(keep=len(self._in_flight) - 1)  # the host is the slower one: no need to be late
         if scheduler.is_short():
             self._settle(keep=0)  # some requests may be finished

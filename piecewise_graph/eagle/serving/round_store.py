@@ -95,6 +95,7 @@ class RoundStore:
         assert isinstance(policy.planned, Planner)
         rounds = {shape: self.round_for(requests, shape, policy) for shape in policy.shapes}
         seconds = {shape: each.seconds() for shape, each in rounds.items()}
+        seconds = self.resources.ranks.first("time the phases of a round", seconds)
         policy.planned.measure(self._key(requests, policy), seconds)
 
     def round_for(self, requests: Sequence[Request], shape: DraftShape, policy: RoundPolicy) -> Round:
@@ -130,8 +131,8 @@ class RoundStore:
         bodies: dict[str, Callable[[str], None]] = {"draft": phases.draft, "verify": phases.verify}
         if shape.steps:
             bodies["extend"] = phases.extend
-        modes, pool = dict(graphs), self.resources.pool
-        runners = [PhaseRunner(name, body, modes[name], pool) for name, body in bodies.items()]
+        modes, pool, ranks = dict(graphs), self.resources.pool, self.resources.ranks
+        runners = [PhaseRunner(name, body, modes[name], pool, ranks) for name, body in bodies.items()]
         return Round(phases, runners, self.prefill)
 
     def _key(self, requests: Sequence[Request], policy: RoundPolicy) -> PlannerKey:

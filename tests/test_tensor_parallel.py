@@ -1,0 +1,151 @@
+"""A model of transformers on several ranks (`tp_plan="auto"`): graphs as on one, and the same tokens."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import only_on, values
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+import piecewise_graph as pg
+from piecewise_graph.custom_ops.kv_cache import PagedKVCache
+from piecewise_graph.eagle import Speculator, load_draft
+
+MODELS = Path(__file__).parent.parent / "benchmarks" / "models"
+PROMPT = [byte + 3 for byte in b"import os\nimport sys\n"]
+OPTIONS = {"compiler": "eager", "rank_timeout": 60.0}
+
+
+def model(tp: bool, attention: str = "sdpa") -> Any:
+    logging.disable(logging.WARNING)  # transformers renames the option in each release
+    warnings.simplefilter("ignore")
+    kind = {"tp_plan": "auto"} if tp else {}
+    path = str(MODELS / "byte-llama")
+    made = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation=attention, dtype=torch.float32, **kind
+    ).eval()
+    assert isinstance(made.lm_head.weight, DTensor) is tp
+    return made
+
+
+def _ids(tokens: int) -> torch.Tensor:
+    return torch.randint(3, 259, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def _forwards(compiler: str) -> dict[str, Any]:
+    """The largest difference from one process, counters of calls, and what is saved."""
+    whole, sharded = model(tp=False), model(tp=True)
+    compiled = pg.compile(sharded, capture_sizes=[1, 8], max_tokens=8, **OPTIONS | {"compiler": compiler})
+    apart = 0.0
+    for tokens in (8, 5, 1, 7, 2, 1):
+        expected = whole(input_ids=_ids(tokens), use_cache=False).logits
+        got = compiled(input_ids=_ids(tokens), use_cache=False).logits
+        apart = max(apart, float((got - expected).abs().max()))
+    saved = sharded.state_dict()
+    full = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in saved.items()
+    }
+    unequal = [name for name, value in whole.state_dict().items() if not torch.equal(full[name], value)]
+    return {"apart": apart, "unequal": unequal, "counters": pg.counters.snapshot()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "compiler"), [(2, "eager"), (4, "eager"), (2, "inductor")])
+def test_forwards_of_a_sharded_model_are_replayed(ranks: int, compiler: str) -> None:
+    """With 4 ranks and 2 KV heads, two ranks hold each of them."""
+    for found in values(ranks, _forwards, compiler, within=300.0):
+        counters, layers = found["counters"], 4
+        assert found["apart"] < 2e-4 and not found["unequal"]
+        assert counters["traces"] == 1 and counters["segments"] == layers + 1 == counters["op_steps"] + 1
+        assert counters["captures"] == 2 * counters["segments"]
+        assert counters["replays"] == 6 - 2 and counters["fallbacks"] == counters["unpadded_segments"] == 0
+
+
+def _generated() -> dict[str, Any]:
+    whole, compiled = model(tp=False), pg.compile(model(tp=True), max_tokens=32, **OPTIONS)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    ids = torch.tensor([PROMPT])
+    expected = whole.generate(ids, **options).tolist()
+    return {
+        "same": [compiled.generate(ids, **options).tolist() == expected for _ in range(2)],
+        "counters": pg.counters.snapshot(),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_generate_gives_the_tokens_of_one_process(ranks: int) -> None:
+    for found in values(ranks, _generated):
+        assert found["same"] == [True, True]
+        assert found["counters"]["replays"] >= 2 * (12 - 2) and found["counters"]["fallbacks"] == 0
+
+
+def _speculated(head: str | None) -> dict[str, Any]:
+    pg.register_attention()
+    answers = []
+    for tp in (False, True):
+        target = model(tp, "piecewise")
+        draft = None if head is None else load_draft(str(MODELS / f"byte-llama-{head}"), target)
+        shape = 0 if head is None else 3
+        speculator = Speculator(target, draft, shapes=[shape, 0], max_requests=2, options=OPTIONS)
+        pg.counters.clear()
+        answers.append(speculator.generate([PROMPT, PROMPT[:5]], max_new_tokens=12))
+    found = {"same": answers[0] == answers[1], "counters": pg.counters.snapshot()}
+    with only_on(1, "piecewise_graph.eagle.rounds.phase_runner.PhaseRunner.seconds", _slow_drafts):
+        planned = speculator.generate([PROMPT, PROMPT[:5]], max_new_tokens=12, shape="auto")
+    return found | {"planned": planned == answers[0], "plan": str(speculator.planner)}
+
+
+def _slow_drafts(original: Any, runner: Any, device: torch.device) -> float:
+    return float(original(runner, device)) * (100.0 if runner.name == "draft" else 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "head"), [(2, None), (4, None), (2, "eagle1")])
+def test_the_engine_gives_the_tokens_of_one_process(ranks: int, head: str | None) -> None:
+    """Its rounds are full graphs, each rank's attention reads the KV heads of the rank."""
+    answers = values(ranks, _speculated, head, within=300.0)
+    for found in answers:
+        assert found["same"] and found["planned"]
+        assert found["counters"]["phase_captures"] > 0 and found["counters"]["phase_replays"] > 0
+    assert len({found["plan"] for found in answers}) == 1  # made of the times of one rank
+
+
+def _heads() -> list[int]:
+    target = model(tp=True)
+    room = {"num_pages": 2, "page_size": 4, "dtype": torch.float32, "device": "cpu"}
+    before = PagedKVCache.for_model(target, **room).kv_heads
+    pg.compile(target, **OPTIONS)
+    return [before, PagedKVCache.for_model(target, **room).kv_heads]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_cache_has_the_heads_of_its_rank(ranks: int) -> None:
+    assert values(ranks, _heads) == [[1, 1]] * ranks
+
+
+class Packed(torch.nn.Module):
+    """A layer whose projections have no weight of that name, as those of quantised models."""
+
+    head_dim = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.v_proj = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.k_proj = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q_proj(self.k_proj(x)) + self.v_proj(x)
+
+
+def test_a_model_of_one_process_may_have_any_projections() -> None:
+    layer, x = Packed(), torch.randn(3, 8)
+    with torch.no_grad():
+        compiled = pg.compile(layer, token_dim={"x": 0}, compiler="eager")
+        torch.testing.assert_close(compiled(x), layer(x))
