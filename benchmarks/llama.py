@@ -7,6 +7,7 @@ from piecewise_graph.eagle.head.random_models import (
     ModelShape as Shape,
     random_draft,
     random_model,
+    sharded,
 )
 
-__all__ = ["SHAPES", "Shape", "random_draft", "random_model"]
+__all__ = ["SHAPES", "Shape", "random_draft", "random_model", "sharded"]

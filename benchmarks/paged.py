@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
 
 import piecewise_graph as pg
-from benchmarks.llama import Shape, random_model
+from benchmarks.llama import Shape, random_model, sharded
 from piecewise_graph.custom_ops.attention import BatchBuffers
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 
@@ -38,12 +39,13 @@ class PagedModel:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.implementation = implementation or default_implementation(self.device)
         pg.register_attention("piecewise", self.implementation)
-        self.model = random_model(shape, self.device, "piecewise")
+        model = random_model(shape, self.device, "piecewise")
+        self.model = sharded(model) if distributed.is_initialized() else model
         self.weight_bytes = read_bytes(self.model)
         self.counts = tuple(counts)
         requests = max(layout(count)[0] for count in counts)
         self.cache = PagedKVCache.for_model(
-            self.model.config,
+            self.model,
             num_pages=1 + requests * MAX_SEQ_LEN // PAGE,
             page_size=PAGE,
             dtype=torch.bfloat16,
@@ -96,8 +98,8 @@ class PagedModel:
 
     def _rows(self, tokens: int) -> list[Tensor]:
         config = self.model.config
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        dim = head_dim(config)
+        dim, kv_heads = head_dim(config), self.cache.kv_heads
+        heads = config.num_attention_heads // config.num_key_value_heads * kv_heads
         return [
             torch.zeros(tokens, count, dim, dtype=torch.bfloat16, device=self.device)
             for count in (heads, kv_heads, kv_heads, heads)
@@ -116,4 +118,5 @@ def head_dim(config: Any) -> int:
 def read_bytes(model: torch.nn.Module) -> int:
     embedding = model.get_input_embeddings().weight
     tied = embedding is model.get_output_embeddings().weight
-    return sum(p.nbytes for p in model.parameters() if tied or p is not embedding)
+    read = (p for p in model.parameters() if tied or p is not embedding)
+    return sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in read)

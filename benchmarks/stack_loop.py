@@ -94,7 +94,7 @@ class PagedLoop:
         compiled = pg.compile(model, outputs="static", compiler=compiler, **sizes)
         longest = PROMPT + new_tokens
         kept = {"num_pages": 1 + -(-longest // PAGE), "page_size": PAGE}  # the null page and the request's
-        cache = PagedKVCache.for_model(model.config, **kept, dtype=model.dtype, device=model.device)
+        cache = PagedKVCache.for_model(model, **kept, dtype=model.dtype, device=model.device)
         table = RequestTable.for_cache(cache, max_requests=1, max_seq_len=longest)
         self.slot = table.open()
         table.reserve({self.slot: longest})

@@ -1,0 +1,105 @@
+"""One model on several GPUs: the same tokens, decode steps, an engine under load and EAGLE rounds.
+
+    python -m benchmarks.bench_tensor_parallel
+
+Each part runs in processes of its own, one per GPU, first on one GPU and then on several. Random bf16 weights
+but for the tokens, which the repository's model gives in float32. The floor is the time that reading a rank's
+part of the weights takes. What NCCL takes is compared with torch's one-shot kernel over symmetric memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, Mark, table, without_out, write
+
+Row = dict[str, Any]
+TIMED = ("decode", "engine", "eagle")
+TOKENS = ("generate", "engine", "eagle1", "eagle3")
+# Of an 8B step of one request: 2.6 and 1.9 ms where the floors are 1.71 and 0.855.
+FLOOR_LIMITS = {2: 1.52, 4: 2.22}
+CUT_LIMIT = 4.5  # microseconds
+_STEP = ("ranks", "batch", "floor_ms", "full_ms", "piecewise_ms", "cut_us")
+_SUM = ("bytes", "mixing", "nccl_us", "one_shot_us", "same_on_all")
+
+
+class Child:
+    """Parts that run on so many ranks, begun at once."""
+
+    def __init__(self, ranks: int, parts: Sequence[str], options: argparse.Namespace, **env: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._out = Path(self._folder.name) / "rows.json"
+        start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        command = [sys.executable, *start, "-m", "benchmarks.tensor_parallel_child", "--ranks", str(ranks)]
+        command += ["--parts", ",".join(parts), "--out", str(self._out), *options.passed]
+        # Switches that sum need memory of many GPUs at one address, which not every machine has.
+        self._process = subprocess.Popen(command, env={**os.environ, "NCCL_NVLS_ENABLE": "0", **env})
+
+    def rows(self) -> list[Row]:
+        self._process.wait()
+        if not self._out.exists():
+            raise SystemExit("a rank failed; its error stands above")
+        found: list[Row] = json.loads(self._out.read_text())
+        return found
+
+
+def measured(ranks: int, options: argparse.Namespace) -> Iterator[list[Row]]:
+    """Rows of one rank and of several, part by part. Tokens are not timed, so both sides run at once."""
+    both = [Child(count, ["tokens"], options) for count in (1, ranks)]
+    yield [row for child in both for row in child.rows()]
+    yield Child(ranks, TIMED, options).rows()
+    for mixing in ("1", "0"):
+        child = Child(ranks, ["collectives"], options, NCCL_GRAPH_MIXING_SUPPORT=mixing)
+        yield [{**row, "mixing": mixing} for row in child.rows()]
+    yield Child(1, TIMED[1:], options).rows()
+
+
+def marks_of(rows: Sequence[Row]) -> list[Mark]:
+    """One per figure that was promised, of the parts that there are."""
+    one, several = sorted((row for row in rows if row["part"] == "tokens"), key=lambda row: row["ranks"])
+    different = sum(one[way] != several[way] for way in TOKENS)
+    found = [Mark(f"ways to generate that differ, {several['ranks']} GPUs", different, 0)]
+    for row in rows:
+        if row["part"] == "decode" and row["ranks"] > 1:
+            name = f"{row['ranks']} GPUs, {row['batch']} requests"
+            found.append(Mark(f"microseconds of a cut, {name}", row["cut_us"], CUT_LIMIT))
+            if row["batch"] == 1:
+                ratio = row["full_ms"] / row["floor_ms"]
+                found.append(
+                    Mark(f"decode, FULL, {name}, times the floor", ratio, FLOOR_LIMITS[row["ranks"]])
+                )
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--shape", default="8b")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=RESULTS / "bench_tensor_parallel.json")
+    options = parser.parse_args(given)
+    options.passed = ["--shape", options.shape, "--rounds", str(options.rounds)]
+    rows: list[Row] = []
+    command = " ".join(["python -m benchmarks.bench_tensor_parallel", *without_out(given)])
+    for more in measured(options.ranks, options):
+        rows += more
+        write(options.out, command, rows, marks_of(rows), report=False)
+    write(options.out, command, rows, marks_of(rows))
+    print(table([row for row in rows if row["part"] == "all_reduce"], _SUM))
+    print(table([row for row in rows if row["part"] == "decode"], _STEP))
+    print(table([row for row in rows if row["part"] == "engine"], ("ranks", "users", "tok_s")))
+    print(table([row for row in rows if row["part"] == "eagle"], ("ranks", "round_ms", "plain_ms", "ratio")))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
