@@ -16,6 +16,7 @@ QUICK = {
     "piecewise_graph.recorder": ("test_bridge_buffers",),
     "piecewise_graph.runtime": ("test_dispatch", "test_runtime"),
     "piecewise_graph.frontend": ("test_capture", "test_freeze"),
+    "piecewise_graph.ranks": ("test_ranks",),
     "piecewise_graph.inspection": ("test_report", "test_bisect"),
     "piecewise_graph.integrations": ("test_vllm_plugin",),
     "piecewise_graph.kernels": ("test_copies",),
