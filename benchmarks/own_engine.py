@@ -37,6 +37,13 @@ def plain_speculator(model: Any, requests: int, max_seq_len: int, **options: Any
     return speculator
 
 
+def served(engine: Any, setting: Setting, requests: Sequence[Arrival], users: int) -> Metrics:
+    """What so many users saw of these requests."""
+    timeline = drive(engine, requests, users, setting.sampling)
+    engine.step()  # a round without requests may still be under way
+    return Metrics.of(timeline, users)
+
+
 class OwnEngine:
     """Plain decoding of a shape with random weights, no option set; asked as `vllm_engine.Served` is.
 
@@ -59,9 +66,7 @@ class OwnEngine:
 
     def load(self, users: int, requests: Sequence[Arrival]) -> Row:
         """As `vllm_engine.Served.load`."""
-        timeline = drive(self._engine, requests, users, self._setting.sampling)
-        self._engine.step()  # a round without requests may still be under way
-        found = Metrics.of(timeline, users)
+        found = served(self._engine, self._setting, requests, users)
         return {
             "tok_s": found.output_throughput,
             "tpot_ms": found.median_tpot_ms,

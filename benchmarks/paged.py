@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import piecewise_graph as pg
-from benchmarks.llama import Shape, random_model, sharded
+from benchmarks.llama import Shape, model_of_rank
 from piecewise_graph.custom_ops.attention import BatchBuffers
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 
@@ -39,8 +39,7 @@ class PagedModel:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.implementation = implementation or default_implementation(self.device)
         pg.register_attention("piecewise", self.implementation)
-        model = random_model(shape, self.device, "piecewise")
-        self.model = sharded(model) if distributed.is_initialized() else model
+        self.model = model_of_rank(shape, self.device)
         self.weight_bytes = read_bytes(self.model)
         self.counts = tuple(counts)
         requests = max(layout(count)[0] for count in counts)

@@ -18,11 +18,9 @@ from torch import Tensor, distributed
 import piecewise_graph as pg
 from benchmarks.bench_decode import Decode
 from benchmarks.common import alternate, read_bandwidth, wait
-from benchmarks.llama import SHAPES, random_draft, random_model, sharded
-from benchmarks.own_engine import plain_speculator
-from piecewise_graph.bench.drive import drive
+from benchmarks.llama import SHAPES, model_of_rank, random_draft
+from benchmarks.own_engine import plain_speculator, served
 from piecewise_graph.bench.load import Load, arrivals
-from piecewise_graph.bench.metrics import Metrics
 from piecewise_graph.bench.setting import Setting
 from piecewise_graph.eagle import Speculator, load_draft
 from piecewise_graph.ranks.collectives import all_reduce
@@ -102,8 +100,7 @@ def _model(options: argparse.Namespace) -> Any:
     pg.register_attention()
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = random_model(SHAPES[options.shape], device, "piecewise")
-    return sharded(model) if distributed.is_initialized() else model
+    return model_of_rank(SHAPES[options.shape], device)
 
 
 def engine(options: argparse.Namespace) -> list[Row]:
@@ -111,11 +108,10 @@ def engine(options: argparse.Namespace) -> list[Row]:
     speculator = plain_speculator(_model(options), options.users, 256)
     load = Load(128, 64, vocab_size=500)
     setting, found = Setting.of(steps=0), []
-    served = setting.engine(speculator)
+    made = setting.engine(speculator)
     for _ in range(options.turns + 1):
-        timeline = drive(served, arrivals(load, options.users * 8), options.users, setting.sampling)
-        served.step()
-        found.append(Metrics.of(timeline, options.users).output_throughput)
+        seen = served(made, setting, arrivals(load, options.users * 8), options.users)
+        found.append(seen.output_throughput)
     return [{"part": "engine", "users": options.users, "tok_s": statistics.median(found[1:])}]
 
 

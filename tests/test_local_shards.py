@@ -28,7 +28,7 @@ class Vocabulary(nn.Module):
 
     def __init__(self, table: Tensor, mesh: DeviceMesh, dim: int) -> None:
         super().__init__()
-        self.mesh, self.dim = mesh, dim
+        self.mesh = mesh
         self.table = nn.Parameter(distribute_tensor(table, mesh, [Shard(dim)]), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _sequence_parallel() -> tuple[nn.Module, str]:
 
 
 def _served(make: Callable[..., tuple[nn.Module, str]], args: tuple[Any, ...], compiler: str) -> Any:
-    """Counters of calls whose answers are those of the model as it is, and whether the first is whole."""
+    """Counters of calls whose answers are those of the model as it is."""
     model, name = make(*args)
     compiled = pg.compile(
         model, token_dim={name: 0}, capture_sizes=[4, 8], max_tokens=8, compiler=compiler, rank_timeout=30.0

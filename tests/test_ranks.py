@@ -49,18 +49,17 @@ def served(compiled: Any, model: nn.Module, counts: Sequence[int]) -> dict[str, 
     return {name: moved for name in after if (moved := after[name] - before.get(name, 0))}
 
 
+def compiled_here(model: nn.Module, **options: Any) -> Any:
+    usual = {"compiler": "eager", "capture_sizes": BUCKETS, "max_tokens": 8, "rank_timeout": TIMEOUT}
+    return pg.compile(model, token_dim={"x": 0}, **usual | options)
+
+
 def run(counts: Sequence[int], patch: tuple[str, Any] | None = None, **options: Any) -> dict[str, int]:
     """Serve calls on a model of this rank; `patch` on rank 1 alone."""
     model = Summed()
-    options = {
-        "compiler": "eager",
-        "capture_sizes": BUCKETS,
-        "max_tokens": 8,
-        "rank_timeout": TIMEOUT,
-    } | options
     around: AbstractContextManager[None] = nullcontext() if patch is None else only_on(1, *patch)
     with around:
-        compiled = pg.compile(model, token_dim={"x": 0}, **options)
+        compiled = compiled_here(model, **options)
         found = served(compiled, model, counts)
     assert str(pg.explain(compiled))
     return found
@@ -115,14 +114,7 @@ def test_a_rank_may_be_late() -> None:
 def explained(patch: tuple[str, Any]) -> str:
     model = Summed()
     with only_on(1, *patch):
-        compiled = pg.compile(
-            model,
-            token_dim={"x": 0},
-            compiler="eager",
-            capture_sizes=BUCKETS,
-            max_tokens=8,
-            rank_timeout=TIMEOUT,
-        )
+        compiled = compiled_here(model)
         served(compiled, model, [3, 3])
     return str(pg.explain(compiled))
 

@@ -49,14 +49,11 @@ def without_uncapturable(
     if len(known) == len(program.uncapturable):
         return None
     narrower = program.fixed and program.token is not None
-    with program.ranks.together("cut out an op that no graph can hold"):
-        traced = with_fixed_sizes(program.traced, program.fixed) if narrower else program.traced
-        made = _split_anew(program, traced, known, args, config, compiled)
+    traced = with_fixed_sizes(program.traced, program.fixed) if narrower else program.traced
+    made = _split_anew(program, traced, known, args, config, compiled)
     if made is not None and program.fixed and program.token is None:
         made = at_sizes(made, program.fixed) if has_exact_sizes(made) else None
-    made = None if made is None or made.blocked else made
-    forms = program.ranks.answers("cut a trace", None if made is None else made.form)
-    return made if all(form == forms[0] for form in forms) else None
+    return None if made is None or made.blocked else made
 
 
 def at_batch(

@@ -7,9 +7,9 @@ of a few KiB: these run on the caller's stream, and are done when what follows t
 new memory, so that the segments that hold them write nothing.
 
 Note [Alone]
-What one rank does by itself (a proof, a trial of padding, a plan, the search for an op whose capture fails)
-may run a segment with collectives in it, while no other rank does. There a collective is the identity, or
-repeats what this rank holds: it treats all rows alike, which is all that such a run asks of it.
+What one rank does by itself (a proof, a trial of padding, a plan) may run a segment with collectives in it,
+while no other rank does. There a collective is the identity, or repeats what this rank holds: it treats all
+rows alike, which is all that such a run asks of it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from piecewise_graph import _torch
 from piecewise_graph.compiler.program import Program
 from piecewise_graph.errors import CaptureError
 from piecewise_graph.graph_pool import GraphPool, clean_cublas
-from piecewise_graph.ranks.collectives import alone
 
 
 def uncapturable_nodes(program: Program, samples: Mapping[str, Sequence[Any]]) -> Mapping[str, str]:
@@ -57,7 +56,6 @@ class _OneByOne(Interpreter):
             with (
                 self._pool.session(),
                 clean_cublas(self._device),
-                alone(),
                 _torch.functions_of_wrappers(self._gm),
                 warnings.catch_warnings(),
             ):

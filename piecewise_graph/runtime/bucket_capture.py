@@ -56,11 +56,10 @@ def on_all_ranks(ranks: Ranks, bucket: int, capture: Callable[[], Outcome]) -> O
     with ranks.together(f"capture {bucket} tokens"):
         outcome = capture()
     kind = outcome.reason or ("failed" if outcome.failure is not None else "captured")
-    mine = kind, sorted(outcome.uncapturable), outcome.failure or kind
-    answers = ranks.answers(f"end the capture of {bucket} tokens", mine)
-    if all(answer[:2] == mine[:2] for answer in answers):
+    answers = ranks.answers(f"end the capture of {bucket} tokens", (kind, outcome.failure or kind))
+    if all(other == kind for other, _ in answers):
         return outcome
-    return Outcome(outcome.outputs, failure=CaptureError.on_another_rank([text for *_, text in answers]))
+    return Outcome(outcome.outputs, failure=CaptureError.on_another_rank([told for _, told in answers]))
 
 
 def capture_bucket(

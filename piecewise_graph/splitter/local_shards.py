@@ -89,11 +89,8 @@ class _Localising:
         whole, group = _torch.example_value(node), _group(node)
         if after.is_replicate() and before.is_partial() and before.reduce_op == "sum":
             return self._call(torch.ops.piecewise.all_reduce.default, local, group.group_name)
-        if (
-            not _is_plain(before)
-            or not _is_plain(after)
-            or not (before.is_replicate() or after.is_replicate())
-        ):
+        both = before, after
+        if not all(map(_is_plain, both)) or not any(each.is_replicate() for each in both):
             return None
         dim = (before if after.is_replicate() else after).dim
         size = whole.shape[dim]
