@@ -28,7 +28,7 @@ TOKENS = ("generate", "engine", "eagle1", "eagle3")
 FLOOR_LIMITS = {2: 1.52, 4: 2.22}
 CUT_LIMIT = 4.5  # microseconds
 _STEP = ("ranks", "batch", "floor_ms", "full_ms", "piecewise_ms", "cut_us")
-_SUM = ("bytes", "mixing", "nccl_us", "one_shot_us", "same_on_all")
+_SUM = ("bytes", "mixing", "own_us", "nccl_us", "one_shot_us", "same_on_all")
 
 
 class Child:

@@ -24,6 +24,8 @@ from piecewise_graph.bench.load import Load, arrivals
 from piecewise_graph.bench.setting import Setting
 from piecewise_graph.eagle import Speculator, load_draft
 from piecewise_graph.ranks.collectives import all_reduce
+from piecewise_graph.ranks.exchange import ranks_of_groups
+from piecewise_graph.ranks.peer_memory import prepare
 
 Row = dict[str, Any]
 MODELS = Path(__file__).parent / "models"
@@ -33,26 +35,33 @@ HANGS = 25  # seconds after which the end of a process group counts as hung
 
 
 def collectives(options: argparse.Namespace) -> list[Row]:
-    """Microseconds of a sum over ranks in a graph, by what is summed: NCCL's, and torch's one-shot kernel."""
+    """Microseconds of a sum over ranks in a graph, by what sums: our op, NCCL, torch's one-shot kernel."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    group, device = distributed.group.WORLD.group_name, torch.device("cuda", torch.cuda.current_device())
+    world: Any = distributed.group.WORLD
+    group, device = world.group_name, torch.device("cuda", torch.cuda.current_device())
+    prepare(ranks_of_groups([group], 60.0), world, torch.empty(0, device=device, dtype=torch.bfloat16), 60.0)
     rows = []
-    for size in [2**power for power in range(13, 20)]:
+    for size in [2**power for power in range(13, 26)]:
         x = torch.randn(size // 2, device=device, dtype=torch.bfloat16)
         memory = symmetric.empty(size // 2, device=device, dtype=x.dtype)
         symmetric.rendezvous(memory, group)
         one_shot = partial(torch.ops.symm_mem.one_shot_all_reduce_copy, memory, x, "sum", group)
-        calls = {"nccl": partial(all_reduce, x, group), "one_shot": one_shot}
+        calls = {"own": partial(all_reduce, x, group), "nccl": partial(_by_nccl, x), "one_shot": one_shot}
         sides = {name: _graph_of(call) for name, call in calls.items()}
         row: Row = {"part": "all_reduce", "bytes": size}
         for name, timing in alternate(sides, rounds=options.rounds, repeat=5).items():
             row[f"{name}_us"] = timing.median / CALLS * 1e6
         rows.append(row | {"same_on_all": _same(all_reduce(x, group))})
-    return rows
+    peers = [torch.cuda.can_device_access_peer(0, other) for other in range(1, options.ranks)]
+    return [{"part": "peer_access", "all": all(peers)}, *rows]
 
 
-def _graph_of(call: Callable[[], Tensor]) -> Callable[[], None]:
+def _by_nccl(x: Tensor) -> None:
+    distributed.all_reduce(x.clone())
+
+
+def _graph_of(call: Callable[[], object]) -> Callable[[], None]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -17,12 +17,13 @@ from piecewise_graph.compiler.constant_floats import take_floats_for_constants
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import ConfigError
 from piecewise_graph.ranks.exchange import ranks_of_groups
+from piecewise_graph.ranks.peer_memory import prepare
 from piecewise_graph.runtime.model_state import FindState, all_states, state_for_trace
 from piecewise_graph.runtime.per_model import per_model, unsplit_per_model
 from piecewise_graph.runtime.unsplit import UnsplitRuntime
 from piecewise_graph.splitter.local_shards import with_local_shards
 from piecewise_graph.splitter.returned_views import without_returned_views
-from piecewise_graph.splitter.waited_collectives import groups_of, with_waited_collectives
+from piecewise_graph.splitter.waited_collectives import groups_of, sums_of, with_waited_collectives
 from piecewise_graph.splitter.wrapper_weights import without_wrappers
 from piecewise_graph.telemetry import counters
 
@@ -87,6 +88,8 @@ def _build(
     ranks = ranks_of_groups(groups_of(plain.gm), state.config.rank_timeout)
     with ranks.together("compile a trace"):
         local = with_waited_collectives(with_local_shards(plain.gm))
+        for group, like in sums_of(local):
+            prepare(ranks, _torch.process_group(group), like, state.config.rank_timeout)
         program = build_program(local, args, state.config, state.compiled, ranks)
     forms = ranks.answers("how a trace is served", program if isinstance(program, str) else program.form)
     if any(form != forms[0] for form in forms):

@@ -250,6 +250,12 @@ class InputError(PiecewiseError):
         return cls(what, "skip the call when there is nothing to run.")
 
 
+_RANK_IS_GONE = (
+    "look for the rank that died or hangs, and start all of them anew; option rank_timeout says how many "
+    "seconds the others wait."
+)
+
+
 class RankError(PiecewiseError):
     """Processes that run one model together (tensor parallel) could not go on together. All of them raise."""
 
@@ -275,11 +281,14 @@ class RankError(PiecewiseError):
 
     @classmethod
     def lost(cls, what: str, cause: str) -> RankError:
-        return cls(
-            f"a rank did not answer when all were to {what}: {cause}",
-            "look for the rank that died or hangs, and start all of them anew; option rank_timeout says how "
-            "many seconds the others wait.",
+        return cls(f"a rank did not answer when all were to {what}: {cause}", _RANK_IS_GONE)
+
+    @classmethod
+    def late(cls, rank: int) -> RankError:
+        what = (
+            f"a sum over ranks has waited for the rows of rank {rank} in vain; what came after it is wrong."
         )
+        return cls(what, _RANK_IS_GONE)
 
 
 class GraphPoolError(PiecewiseError):

@@ -13,7 +13,7 @@ from test_architecture import CORE, LEVELS
 
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
-    "errors": 551,
+    "errors": 560,
     "rules": 824,
     "claims": 430,
     "proof": 357,
@@ -71,19 +71,19 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1271,
-    "ranks": 142,
-    "_torch": 813,
-    "kernels": 732,
-    "splitter": 1336,
+    "beside": 1280,
+    "ranks": 234,
+    "_torch": 823,
+    "kernels": 783,
+    "splitter": 1339,
     "analysis": 1672,
     "compiler": 1854,
     "recorder": 1181,
-    "runtime": 1428,
+    "runtime": 1435,
     "inspection": 995,
     "frontend": 1239,
     "custom_ops": 3452,
-    "eagle": 3015,
+    "eagle": 3017,
     "integrations": 721,
     "bench": 646,
     "cli": 881,

@@ -34,6 +34,7 @@ from piecewise_graph._torch.distributed import (
     gather as gather,
     is_sharded as is_sharded,
     makes_sharded_of_local as makes_sharded_of_local,
+    memory_of_peers as memory_of_peers,
     moves_shards as moves_shards,
     process_group as process_group,
     takes_local as takes_local,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, distributed
 from torch.fx import Node
 
@@ -26,6 +28,23 @@ def gather(whole: Tensor, part: Tensor, group: Any) -> None:
     """Fill `whole` with every rank's `part`, by rank. Torch 2.13 has another name for it."""
     run = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     run(whole, part, group=group)
+
+
+def memory_of_peers(
+    group: Any, size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Sequence[int]]:
+    """Memory of this rank that the others of a group can write to, and where each rank's lies for this one.
+
+    Collective. Multicast is not used.
+
+    Raises:
+        RuntimeError: the devices cannot, or no device is a GPU.
+    """
+    from torch.distributed import _symmetric_memory as symmetric
+
+    memory: Tensor = symmetric.empty(size, dtype=dtype, device=device)
+    shared: Any = symmetric.rendezvous(memory, group.group_name)
+    return memory, list(shared.buffer_ptrs)
 
 
 def is_sharded(value: Any) -> bool:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, distributed
 
 from piecewise_graph import _torch
+from piecewise_graph.ranks.peer_memory import peer_memory
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
 _library.define("all_reduce(Tensor x, str group) -> Tensor")
@@ -55,9 +56,13 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: str) -> Tensor:
+    ranks = None if _alone.get() else _torch.process_group(group)
+    memory = peer_memory(ranks, x.dtype)
+    if memory is not None and memory.serves(x):
+        return memory.sum(x)
     result = x.clone(memory_format=torch.contiguous_format)
-    if not _alone.get():
-        distributed.all_reduce(result, group=_torch.process_group(group))
+    if ranks is not None:
+        distributed.all_reduce(result, group=ranks)
     return result
 
 

@@ -53,6 +53,7 @@ class Ranks:
         self.rank, self.count = rank, count
         self._exchange = exchange
         self._lost: RankError | None = None
+        self._waits: list[Callable[[], int | None]] = []
 
     @property
     def several(self) -> bool:
@@ -109,6 +110,24 @@ class Ranks:
             raise
         self.answers(what, True)
 
+    def watch(self, late: Callable[[], int | None]) -> None:
+        """Have `check` ask for the rank that a sum on the device has waited for in vain, if there is one."""
+        self._waits.append(late)
+
+    def check(self) -> None:
+        """See that no sum on the device has waited in vain, which leaves wrong numbers behind.
+
+        It looks and does not wait: what is still running is not known yet.
+
+        Raises:
+            RankError: one has; it raises from now on.
+        """
+        for late in self._waits:
+            if self._lost is None and (rank := late()) is not None:
+                self._lost = RankError.late(rank)
+        if self._lost is not None:
+            raise self._lost
+
     def _messages(self, mine: _Reply) -> Sequence[_Reply]:
         found = self._send(mine)
         for rank, message in enumerate(found):
@@ -119,8 +138,7 @@ class Ranks:
         return found
 
     def _send(self, mine: _Reply) -> Sequence[_Reply]:
-        if self._lost is not None:
-            raise self._lost
+        self.check()
         assert self._exchange is not None
         try:
             return self._exchange(mine)

@@ -9,6 +9,7 @@ from typing import Any
 
 from piecewise_graph.context import ForwardContext
 from piecewise_graph.graph_pool import GraphPool
+from piecewise_graph.ranks.exchange import Ranks
 from piecewise_graph.recorder.bucket_record import BucketRecord
 from piecewise_graph.recorder.tape import ReplayTape
 from piecewise_graph.runtime.bound_addresses import BoundAddresses
@@ -48,6 +49,7 @@ class Replay:
     Args:
         captured: the bucket that serves it.
         addresses: of the weights that the tape reads.
+        ranks: who replay together.
         not_full: why it is no full graph, where the caller asked for one.
         check_always: look into the objects of the forward context in every replay, not in the first alone.
     """
@@ -59,12 +61,14 @@ class Replay:
         *,
         addresses: BoundAddresses,
         pool: GraphPool,
+        ranks: Ranks,
         not_full: str | None,
         check_always: bool,
     ) -> None:
         self.bound, self.num_tokens = captured.tape.bind(num_tokens), num_tokens
         self.not_full = not_full
         self.captured, self._addresses, self._pool = captured, addresses, pool
+        self._ranks = ranks if ranks.several else None
         self._look_inside, self._check_always = True, check_always
         self._counted = tuple(self._counts())
 
@@ -90,7 +94,10 @@ class Replay:
         Raises:
             AddressMovedError: a weight was moved.
             ContextError: the forward context differs from the one that a full graph was captured under.
+            RankError: an earlier sum over ranks has waited in vain.
         """
+        if self._ranks is not None:
+            self._ranks.check()
         if addressed is not None:
             self._addresses.check(addressed)
         captured = self.captured.context

@@ -41,8 +41,7 @@ from piecewise_graph.telemetry import count_fallback, counters
 
 log = logging.getLogger(__name__)
 
-# How many sizes that cannot be padded may have graphs at a time, beside the capture sizes.
-_MOST_EXACT_SIZES = 32
+_MOST_EXACT_SIZES = 32  # that cannot be padded and have graphs at a time, beside the capture sizes
 
 
 class Runtime:
@@ -247,6 +246,7 @@ class Runtime:
             num_tokens,
             addresses=self.addresses,
             pool=self.pool,
+            ranks=self.program.ranks,
             not_full=decision.not_full,
             check_always=config.check == "always",
         )

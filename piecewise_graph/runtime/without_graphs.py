@@ -57,8 +57,10 @@ class WithoutGraphs:
 
         Raises:
             SplittingOpError: see `rehearse`, `run_steps`.
+            RankError: an earlier sum over ranks has waited in vain.
         """
         program, workspace = self._program, self._workspace
+        program.ranks.check()
         laid_out = in_layout(program, args, sizes)
         # Inside of the caller's own capture nothing may be proven: a proof waits for the device.
         looks = reason != "captured_by_caller"

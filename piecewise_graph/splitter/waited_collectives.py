@@ -46,6 +46,12 @@ def groups_of(gm: GraphModule) -> list[str]:
     return list(found)
 
 
+def sums_of(gm: GraphModule) -> list[tuple[str, Tensor]]:
+    """Of each sum over ranks: the name of its process group, and a tensor of its dtype and device."""
+    sums = [node for node in gm.graph.nodes if node.target is torch.ops.piecewise.all_reduce.default]
+    return [(str(node.args[1]), _torch.example_value(node)) for node in sums]
+
+
 def _group_of(node: Node) -> str | None:
     if _torch.is_sharded(value := _torch.example_value(node)):
         return str(value.device_mesh.get_group().group_name) if value.device_mesh.ndim == 1 else None

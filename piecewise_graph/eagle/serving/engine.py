@@ -229,6 +229,8 @@ class Engine:
         """Read results until `keep` launches are in flight."""
         while len(self._in_flight) > keep:
             launch = self._in_flight[0]
+            launch.wait()
+            self._resources.ranks.check()
             launch.read(self._policy.observe)
             for request in launch.requests:
                 if request.has_news:
