@@ -14,10 +14,12 @@ from torch.fx import GraphModule
 from piecewise_graph import _torch
 from piecewise_graph.compiler.build_program import build_program
 from piecewise_graph.compiler.constant_floats import take_floats_for_constants
+from piecewise_graph.compiler.summed_norms import summed_norms
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import ConfigError
-from piecewise_graph.ranks.exchange import ranks_of_groups
+from piecewise_graph.ranks.exchange import Ranks, ranks_of_groups
 from piecewise_graph.ranks.peer_memory import prepare
+from piecewise_graph.ranks.summed_norm import LARGEST_TO_NORM, block_of
 from piecewise_graph.runtime.model_state import FindState, all_states, state_for_trace
 from piecewise_graph.runtime.per_model import per_model, unsplit_per_model
 from piecewise_graph.runtime.unsplit import UnsplitRuntime
@@ -88,8 +90,7 @@ def _build(
     ranks = ranks_of_groups(groups_of(plain.gm), state.config.rank_timeout)
     with ranks.together("compile a trace"):
         local = with_waited_collectives(with_local_shards(plain.gm))
-        for group, like in sums_of(local):
-            prepare(ranks, _torch.process_group(group), like, state.config.rank_timeout)
+        _prepare_sums(local, ranks, state.config.rank_timeout)
         program = build_program(local, args, state.config, state.compiled, ranks)
     forms = ranks.answers("how a trace is served", program if isinstance(program, str) else program.form)
     if any(form != forms[0] for form in forms):
@@ -99,6 +100,15 @@ def _build(
             return _unsplit(gm, example_inputs, program, find_state, state.config)
     forward = per_model(program, find_state, args, weights)
     return plain.taking_apart(forward) if plain.layouts else forward
+
+
+def _prepare_sums(gm: GraphModule, ranks: Ranks, timeout: float) -> None:
+    """Make the memory that sums over ranks of a trace will go through. Collective."""
+    for group, like in sums_of(gm):
+        prepare(ranks, _torch.process_group(group), like, timeout)
+    for each in summed_norms(gm.graph):
+        like, group = _torch.example_value(each.summed), _torch.process_group(str(each.summed.args[1]))
+        prepare(ranks, group, like, timeout, block_of(int(like.shape[-1])), LARGEST_TO_NORM)
 
 
 def _unsplit(

@@ -71,13 +71,13 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1280,
-    "ranks": 234,
+    "beside": 1287,
+    "ranks": 301,
     "_torch": 823,
-    "kernels": 783,
+    "kernels": 812,
     "splitter": 1339,
     "analysis": 1672,
-    "compiler": 1854,
+    "compiler": 1964,
     "recorder": 1181,
     "runtime": 1435,
     "inspection": 995,

@@ -22,6 +22,7 @@ from piecewise_graph.compiler.segment_key import (
     conditions_since,
     portable_key,
 )
+from piecewise_graph.compiler.summed_norms import with_summed_norms
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.splitter.split_graph import SegmentStep, SplitGraph
 from piecewise_graph.telemetry import counters
@@ -147,7 +148,7 @@ def _compile(
     # AOTAutograd mistakes two inputs of one storage, one of them written, for unrelated tensors.
     chosen, code = "eager" if facts.aliased_write else config.compiler, gm
     if chosen == "inductor":
-        code = choosing_linears(gm)
+        code = choosing_linears(with_summed_norms(gm))
         if config.cuda_graphs != "off":
             compile_kernels_ahead(code, config.sizes)
     _torch.publish_graph(f"segment_{step.index}", gm)

@@ -29,11 +29,11 @@ from piecewise_graph.kernels.dependent import start_dependent
 
 @triton.jit(do_not_specialize=["size", "rank", "patience"])
 def sum_over_peers(
-    x, total, cells, peers, turns, late, told, size, rank, patience,
+    x, total, size, cells, peers, turns, late, told, rank, patience,
     RANKS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, TIMED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One block: `total = sum of the ranks' x`, added in float32 in the order of ranks.
+    """One block: `total = sum of the ranks' x`.
 
     Args:
         x, total: `[size]`, contiguous, of 16 or 32 bits.
@@ -45,29 +45,74 @@ def sum_over_peers(
         EVEN: BLOCK divides size.
     """
     start_dependent(DEPENDENT)
-    word: tl.constexpr = cells.dtype.element_ty
-    empty: tl.constexpr = -(2 ** (word.primitive_bitwidth - 1))  # the bits of -0.0
-    program, column = tl.program_id(0), tl.arange(0, BLOCK)
-    place = program * BLOCK + column
-    inside = column >= 0 if EVEN else place < size
-    turn = tl.load(turns + program)
-    mine = (tl.load(x + place) if EVEN else tl.load(x + place, inside, other=0.0)).to(word, bitcast=True)
-    mine = tl.where(mine == empty, 0, mine).to(word)
-    first = program * 3 * RANKS * BLOCK + column
-    now, before = first + turn % 3 * RANKS * BLOCK, first + (turn + 2) % 3 * RANKS * BLOCK
-    for peer in tl.static_range(RANKS):
-        there = cells + tl.multiple_of(tl.load(peers + peer), 16)
-        tl.store(there + now + rank * BLOCK, mine)
-    result = tl.zeros([BLOCK], tl.float32)
-    for peer in tl.static_range(RANKS):
-        bits = _arrived(cells + now + peer * BLOCK, peer, late, told, patience, empty, TIMED)
-        result += bits.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
-        tl.store(cells + before + peer * BLOCK, tl.full([BLOCK], empty, word))
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    mine = tl.load(x + place) if EVEN else tl.load(x + place, inside, other=0.0)
+    result = _sum(mine, cells, peers, turns, late, told, rank, patience, RANKS, BLOCK, TIMED)
     if EVEN:
         tl.store(total + place, result.to(total.dtype.element_ty))
     else:
         tl.store(total + place, result.to(total.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["rank", "patience", "epsilon"])
+def add_and_norm(
+    x, residual, weight, hidden, normed, cells, peers, turns, late, told, rank, patience, epsilon,
+    RANKS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One row: `hidden = residual + sum of the ranks' x`, `normed = weight * hidden / rms(hidden)`.
+
+    It rounds where PyTorch does: the sum, `hidden`, and what `weight` is multiplied by.
+
+    Args:
+        x, residual, hidden, normed: `[rows, COLUMNS]`, contiguous; weight: `[COLUMNS]`; of one dtype.
+        cells, peers, turns, late, told, rank, patience: see `sum_over_peers`.
+        epsilon: added to the mean of squares.
+        RANKS: with 1, x is the sum already, and memory of peers is not looked at.
+        BLOCK: a power of two, COLUMNS or more.
+    """
+    start_dependent(DEPENDENT)
+    column = tl.arange(0, BLOCK)
+    place, inside = tl.program_id(0).to(tl.int64) * COLUMNS + column, column < COLUMNS
+    mine = tl.load(x + place, inside, other=0.0)
+    added = tl.load(residual + place, inside, other=0.0)
+    scale = tl.load(weight + column, inside, other=0.0)
+    kind: tl.constexpr = mine.dtype
+    if RANKS > 1:
+        mine = _sum(mine, cells, peers, turns, late, told, rank, patience, RANKS, BLOCK, TIMED).to(kind)
+    row = (added.to(tl.float32) + mine.to(tl.float32)).to(kind)
+    wide = row.to(tl.float32)
+    unit = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / COLUMNS + epsilon)).to(kind)
+    tl.store(hidden + place, row, inside)
+    tl.store(normed + place, (scale.to(tl.float32) * unit.to(tl.float32)).to(kind), inside)
+
+
+@triton.jit
+def _sum(
+    mine, cells, peers, turns, late, told, rank, patience,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr,
+):  # fmt: skip
+    """What this program's `mine` is on all ranks, added in float32 in the order of ranks."""
+    word: tl.constexpr = cells.dtype.element_ty
+    empty: tl.constexpr = -(2 ** (word.primitive_bitwidth - 1))  # the bits of -0.0
+    kind: tl.constexpr = mine.dtype
+    program = tl.program_id(0)
+    turn = tl.load(turns + program)
+    bits = mine.to(word, bitcast=True)
+    bits = tl.where(bits == empty, 0, bits).to(word)
+    first = program * 3 * RANKS * BLOCK + tl.arange(0, BLOCK)
+    now, before = first + turn % 3 * RANKS * BLOCK, first + (turn + 2) % 3 * RANKS * BLOCK
+    for peer in tl.static_range(RANKS):
+        there = cells + tl.multiple_of(tl.load(peers + peer), 16)
+        tl.store(there + now + rank * BLOCK, bits)
+    result = tl.zeros([BLOCK], tl.float32)
+    for peer in tl.static_range(RANKS):
+        bits = _arrived(cells + now + peer * BLOCK, peer, late, told, patience, empty, TIMED)
+        result += bits.to(kind, bitcast=True).to(tl.float32)
+        tl.store(cells + before + peer * BLOCK, tl.full([BLOCK], empty, word))
     tl.store(turns + program, turn + 1)
+    return result
 
 
 @triton.jit

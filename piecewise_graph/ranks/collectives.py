@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, distributed
 
 from piecewise_graph import _torch
-from piecewise_graph.ranks.peer_memory import peer_memory
+from piecewise_graph.ranks.peer_memory import BLOCK, PeerMemory, peer_memory
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
 _library.define("all_reduce(Tensor x, str group) -> Tensor")
@@ -55,14 +55,18 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
     return torch.ops.piecewise.all_reduce(x, group)
 
 
+def memory_for(group: str, dtype: torch.dtype, block: int = BLOCK) -> PeerMemory | None:
+    """Memory that the ranks of a group write to; None where there is none, and inside of `alone`."""
+    return None if _alone.get() else peer_memory(_torch.process_group(group), dtype, block)
+
+
 def _all_reduce(x: Tensor, group: str) -> Tensor:
-    ranks = None if _alone.get() else _torch.process_group(group)
-    memory = peer_memory(ranks, x.dtype)
+    memory = memory_for(group, x.dtype)
     if memory is not None and memory.serves(x):
         return memory.sum(x)
     result = x.clone(memory_format=torch.contiguous_format)
-    if ranks is not None:
-        distributed.all_reduce(result, group=ranks)
+    if not _alone.get():
+        distributed.all_reduce(result, group=_torch.process_group(group))
     return result
 
 

@@ -25,21 +25,23 @@ from piecewise_graph.kernels.launch import Launcher, dependent_launches, kernels
 from piecewise_graph.ranks.exchange import Ranks
 
 BLOCK, _WARPS = 512, 4  # elements that a program adds up: 8 bytes of each rank per thread
-_WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _LARGEST = 8 << 20  # bytes of a sum, over 2 ranks; less over more (Note [How large])
 
-_memories: dict[tuple[Any, torch.dtype], PeerMemory | None] = {}
+_memories: dict[tuple[Any, torch.dtype, int], PeerMemory | None] = {}
 
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """What `sum_over_peers` needs, for one group of ranks and one dtype.
+    """What kernels of peer_sum.py need, for one group of ranks, one dtype, and programs of one size.
 
     Attributes:
+        block: elements of a program.
         patience: milliseconds that a sum waits for a rank.
     """
 
     rank: int
+    block: int
     cells: Tensor
     peers: Tensor
     turns: Tensor
@@ -49,15 +51,18 @@ class PeerMemory:
 
     def serves(self, x: Tensor) -> bool:
         """Whether there are cells for as many elements."""
-        return x.device == self.cells.device and 0 < x.numel() <= len(self.turns) * BLOCK
+        return x.device == self.cells.device and 0 < x.numel() <= len(self.turns) * self.block
+
+    def arguments(self) -> list[Any]:
+        """Of a launch, from `cells` to `told`; then `rank` and `patience`."""
+        return [self.cells, self.peers, self.turns, self.late, self.told, self.rank, self.patience]
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of the ranks' `x`: contiguous, in x's dtype, equal on all ranks."""
         x, total = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        size, dependent = x.numel(), dependent_launches(x.device)
-        args = [x, total, self.cells, self.peers, self.turns, self.late, self.told]
-        constants = (len(self.peers), BLOCK, size % BLOCK == 0, x.is_cuda, dependent)
-        _launcher(dependent)((-(-size // BLOCK), 1, 1), [*args, size, self.rank, self.patience], *constants)
+        size, block, dependent = x.numel(), self.block, dependent_launches(x.device)
+        constants = (len(self.peers), block, size % block == 0, x.is_cuda, dependent)
+        _launcher(dependent)((-(-size // block), 1, 1), [x, total, size, *self.arguments()], *constants)
         return total
 
     def late_rank(self) -> int | None:
@@ -66,12 +71,14 @@ class PeerMemory:
         return found - 1 if found else None
 
 
-def peer_memory(group: Any, dtype: torch.dtype) -> PeerMemory | None:
+def peer_memory(group: Any, dtype: torch.dtype, block: int = BLOCK) -> PeerMemory | None:
     """That of a process group; None where there is none."""
-    return _memories.get((group, dtype))
+    return _memories.get((group, dtype, block))
 
 
-def prepare(ranks: Ranks, group: Any, like: Tensor, timeout: float) -> None:
+def prepare(
+    ranks: Ranks, group: Any, like: Tensor, timeout: float, block: int = BLOCK, largest: int | None = None
+) -> None:
     """Make the memory for sums of `like`'s dtype over a process group, where all its ranks can.
 
     Collective: all of `ranks` call it alike.
@@ -79,8 +86,10 @@ def prepare(ranks: Ranks, group: Any, like: Tensor, timeout: float) -> None:
     Args:
         ranks: who decide. A group of only some of them has no such memory.
         timeout: seconds that a sum waits for a rank.
+        block: elements of a program.
+        largest: bytes of a sum over 2 ranks (Note [How large]).
     """
-    key = group, like.dtype
+    key = group, like.dtype, block
     if key in _memories or group.size() != ranks.count:
         return
     _memories[key] = None
@@ -89,7 +98,7 @@ def prepare(ranks: Ranks, group: Any, like: Tensor, timeout: float) -> None:
     if None in places or len({place[0] for place in places if place}) > 1:
         return
     try:
-        made = _made(ranks, group, like, timeout)
+        made = _made(ranks, group, like, timeout, block, largest or _LARGEST)
     except RuntimeError:  # no peer access, or a container that forbids to share memory
         made = None
     if ranks.all("have memory that others write to", made is not None) and made is not None:
@@ -99,21 +108,22 @@ def prepare(ranks: Ranks, group: Any, like: Tensor, timeout: float) -> None:
 
 def _host_and_device(like: Tensor) -> tuple[str, int] | None:
     """Where this rank's memory lies; None where no kernel can add it up."""
-    if not kernels_serve(like) or like.dtype not in _WORDS or find_spec("triton") is None:
+    if not kernels_serve(like) or like.dtype not in WORDS or find_spec("triton") is None:
         return None
     return socket.gethostname(), like.device.index or 0
 
 
-def _made(ranks: Ranks, group: Any, like: Tensor, timeout: float) -> PeerMemory:
-    word, size = _WORDS[like.dtype], like.element_size()
-    programs = _LARGEST // (ranks.count - 1) // size // BLOCK
-    cells, addresses = _torch.memory_of_peers(group, programs * 3 * ranks.count * BLOCK, word, like.device)
+def _made(ranks: Ranks, group: Any, like: Tensor, timeout: float, block: int, largest: int) -> PeerMemory:
+    word, size = WORDS[like.dtype], like.element_size()
+    programs = largest // (ranks.count - 1) // size // block
+    cells, addresses = _torch.memory_of_peers(group, programs * 3 * ranks.count * block, word, like.device)
     cells.fill_(torch.iinfo(word).min)  # the bits of -0.0
     count = partial(torch.zeros, dtype=torch.int32, device=like.device)
     if like.is_cuda:
         torch.cuda.synchronize(like.device)
     return PeerMemory(
         ranks.rank,
+        block,
         cells,
         torch.tensor([(there - cells.data_ptr()) // size for there in addresses], device=like.device),
         count(programs),
