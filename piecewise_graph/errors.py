@@ -284,6 +284,23 @@ class RankError(PiecewiseError):
         return cls(f"a rank did not answer when all were to {what}: {cause}", _RANK_IS_GONE)
 
     @classmethod
+    def silent(cls, ranks: Sequence[int], step: int, seconds: float) -> RankError:
+        who = " and ".join(f"rank {rank}" for rank in ranks)
+        return cls.lost(f"take decision {step}", f"{who} did not come to it within {seconds:g} seconds.")
+
+    @classmethod
+    def no_shared_file(cls, path: str | None) -> RankError:
+        found = "rank 0 cannot write one" if path is None else f"not all of them can map {path}"
+        return cls(
+            f"the ranks have no file through which rank 0 could hand out its decisions: {found}.",
+            "run all ranks on one host, with room in /dev/shm or in the folder for temporary files.",
+        )
+
+    @classmethod
+    def bad_decision(cls, value: object, largest: int) -> RankError:
+        return cls(f"rank 0 cannot hand out {value!r} as a decision.", f"decide for 0 to {largest}.")
+
+    @classmethod
     def late(cls, rank: int) -> RankError:
         what = (
             f"a sum over ranks has waited for the rows of rank {rank} in vain; what came after it is wrong."

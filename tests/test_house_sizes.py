@@ -13,7 +13,7 @@ from test_architecture import CORE, LEVELS
 
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
-    "errors": 560,
+    "errors": 577,
     "rules": 824,
     "claims": 430,
     "proof": 357,
@@ -71,8 +71,8 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1287,
-    "ranks": 301,
+    "beside": 1301,
+    "ranks": 388,
     "_torch": 823,
     "kernels": 812,
     "splitter": 1339,

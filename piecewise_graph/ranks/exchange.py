@@ -14,7 +14,7 @@ the host (gloo), with a timeout: a rank that dies, or hangs, ends the wait of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -24,6 +24,7 @@ from torch import distributed, nn
 
 from piecewise_graph import _torch
 from piecewise_graph.errors import RankError
+from piecewise_graph.ranks.decisions import Decisions, file_for, mapped
 
 T = TypeVar("T")
 
@@ -42,16 +43,21 @@ class Ranks:
 
     Args:
         exchange: sends a message to all ranks and returns those of all, by rank.
+        timeout: seconds that a rank waits for the others.
 
     Attributes:
         rank, count: of this process in the group.
     """
 
     def __init__(
-        self, rank: int = 0, count: int = 1, exchange: Callable[[_Reply], Sequence[_Reply]] | None = None
+        self,
+        rank: int = 0,
+        count: int = 1,
+        exchange: Callable[[_Reply], Sequence[_Reply]] | None = None,
+        timeout: float = 600.0,
     ) -> None:
         self.rank, self.count = rank, count
-        self._exchange = exchange
+        self._exchange, self._timeout = exchange, timeout
         self._lost: RankError | None = None
         self._waits: list[Callable[[], int | None]] = []
 
@@ -91,6 +97,23 @@ class Ranks:
         answers = self.answers(question, mine)
         if any(answer != answers[0] for answer in answers):
             raise RankError.differs(question, answers)
+
+    def decisions(self) -> Decisions:
+        """For what rank 0 decides at every step of a loop, without an exchange per step.
+
+        Collective; all ranks are on one host.
+
+        Raises:
+            RankError: they cannot share a file; all ranks raise.
+        """
+        if self._exchange is None:
+            return Decisions()
+        with file_for(self.count) if self.rank == 0 else nullcontext() as made:
+            path = self.first("name a file for decisions", made)
+            words = mapped(path)
+            if not self.all("map the file for decisions", words is not None):
+                raise RankError.no_shared_file(path)
+        return Decisions(self.rank, self.count, words, self._timeout)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -195,4 +218,4 @@ def _ranks(group: Any, timeout: float) -> Ranks:
         distributed.all_gather_object(found, mine, group=others)
         return found
 
-    return Ranks(distributed.get_rank(group), len(members), exchange)
+    return Ranks(distributed.get_rank(group), len(members), exchange, timeout)
