@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def drive(
     concurrency: int,
     sampling: Sampling,
     *,
+    decide: Callable[[int], int] = int,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Timeline:
@@ -47,6 +49,10 @@ def drive(
 
     A request is released to the engine when it is due and a place is free, and is timed from then on. The
     loop sleeps only while the engine has nothing to do.
+
+    Args:
+        decide: how many requests a step releases, from how many this process finds due. Several ranks have
+            clocks of their own, and release the same requests at the same step.
     """
     waiting, served = deque(load), list[tuple[Any, list[float]]]()
     began, most = clock(), 0
@@ -55,7 +61,9 @@ def drive(
         return clock() - began
 
     while waiting or engine.unfinished:
-        while waiting and engine.unfinished < concurrency and waiting[0].due <= now():
+        room, moment = max(concurrency - engine.unfinished, 0), now()
+        due = sum(each.due <= moment for each in islice(waiting, room))
+        for _ in range(decide(due) if waiting and room else 0):  # on all ranks there is room, or on none
             arrival, moments = waiting.popleft(), [now()]
             request = engine.add_request(
                 arrival.prompt, max_new_tokens=arrival.max_new_tokens,
@@ -97,7 +105,9 @@ def take_turns(
     Args:
         warm_up: requests that each side serves before it is timed; None = `concurrency`.
     """
-    opened = {name: _Side(speculator, setting, concurrency, seed) for name, setting in sides.items()}
+    # What is due from the beginning is due on every rank.
+    decide = speculator.ranks.decisions().next if any(each.due for each in load) else int
+    opened = {name: _Side(speculator, setting, concurrency, seed, decide) for name, setting in sides.items()}
     found: dict[str, list[Metrics]] = {name: [] for name in sides}
     try:
         for side in opened.values():
@@ -114,8 +124,15 @@ def take_turns(
 class _Side:
     """The engine of a setting, kept for all turns. It has no requests while other sides have their turn."""
 
-    def __init__(self, speculator: Speculator, setting: Setting, concurrency: int, seed: int) -> None:
-        self._speculator, self._concurrency = speculator, concurrency
+    def __init__(
+        self,
+        speculator: Speculator,
+        setting: Setting,
+        concurrency: int,
+        seed: int,
+        decide: Callable[[int], int],
+    ) -> None:
+        self._speculator, self._concurrency, self._decide = speculator, concurrency, decide
         self._engine, self._sampling = setting.engine(speculator), replace(setting.sampling, seed=seed)
         self.close = self._engine.close
 
@@ -136,6 +153,6 @@ class _Side:
         return Metrics.of(self._drive(load, self._concurrency), self._concurrency)
 
     def _drive(self, load: Sequence[Arrival], concurrency: int) -> Timeline:
-        timeline = drive(self._engine, load, concurrency, self._sampling)
+        timeline = drive(self._engine, load, concurrency, self._sampling, decide=self._decide)
         self._engine.step()  # with overlap, a round without requests is still under way
         return timeline

@@ -32,7 +32,12 @@ Event = Mapping[str, Any]
 
 
 def trace(
-    speculator: Speculator, setting: Setting, load: Sequence[Arrival], path: Path, *, steps: int = STEPS
+    speculator: Speculator,
+    setting: Setting,
+    load: Sequence[Arrival],
+    path: Path | None,
+    *,
+    steps: int = STEPS,
 ) -> int:
     """Write a trace of up to `steps` steps of the whole load at once; fewer if a request ends before.
 
@@ -41,6 +46,7 @@ def trace(
     Args:
         load: requests that run together. Each generates until `max_seq_len`; the end of its prompt is cut off
             if that leaves too few tokens for `steps` steps.
+        path: None = run the steps and write nothing, as the ranks beside rank 0 do.
 
     Returns:
         steps in the trace.
@@ -69,7 +75,7 @@ def trace(
     return recorded
 
 
-def _record(engine: Any, device: torch.device, running: int, path: Path, steps: int) -> int:
+def _record(engine: Any, device: torch.device, running: int, path: Path | None, steps: int) -> int:
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     plan = schedule(wait=0, warmup=_PROFILER_WARM_UP, active=steps, repeat=1)
     recorded = 0
@@ -83,6 +89,8 @@ def _record(engine: Any, device: torch.device, running: int, path: Path, steps: 
             recorded += step >= _PROFILER_WARM_UP
         wait(device)
         profiler.add_metadata_json("acceptance", json.dumps(acceptance(engine.synthetic_accept_length)))
+    if path is None:
+        return recorded
     profiler.export_chrome_trace(str(path))
     content = json.loads(path.read_text(encoding="utf-8"))
     content["traceEvents"] += segment_events(content["traceEvents"])

@@ -113,6 +113,7 @@ def _served_models(group: argparse._ArgumentGroup) -> None:
     draft.add_argument("--draft", help="directory of an EAGLE head")
     draft.add_argument("--random-draft", choices=("eagle1", "eagle3"), help="a head with random weights")
     _compile_options(group)
+    group.add_argument("--tp", type=whole(1), default=1, help="GPUs that share the target (tensor parallel)")
     group.add_argument("--merge-linears", action="store_true", help="run q/k/v and gate/up as one linear")
     group.add_argument("--specialize", type=wholes(1), default="", help="row counts with code of their own")
     group.add_argument("--prefill", choices=("piecewise", "compiled", "eager"), help="graph mode of prefill")

@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(given)
+    options.given = given
     options.command_line = " ".join(["python -m piecewise_graph", *given])
     try:
         module, function = options.run.split(".")  # imported now: most commands load transformers
@@ -50,9 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     arguments.serve_options(made)
     made.set_defaults(run="serve_command.run")
     kinds = add("bench", help="measure an engine under load").add_subparsers(dest="benchmark", required=True)
-    made = kinds.add_parser(
-        "serving", formatter_class=arguments.Help, help="throughput and latency, in this process"
-    )
+    made = kinds.add_parser("serving", formatter_class=arguments.Help, help="throughput and latency")
     arguments.serving_options(made)
     made.set_defaults(run="serving_command.run")
     add("doctor", help="run what this environment can do").set_defaults(run="doctor_command.run")

@@ -45,6 +45,44 @@ class CommandError(PiecewiseError, ValueError):
         )
 
     @classmethod
+    def few_gpus(cls, processes: int, gpus: int) -> CommandError:
+        return cls(
+            f"--tp {processes} needs {processes} GPUs, and torch finds {gpus} on this host.",
+            f"pass --tp {gpus}, or look at CUDA_VISIBLE_DEVICES."
+            if gpus
+            else "pass --device cpu, or leave it.",
+        )
+
+    @classmethod
+    def one_gpu(cls, device: str, processes: int) -> CommandError:
+        return cls(
+            f"--device {device} names one GPU, and --tp {processes} needs one for each process.",
+            "pass --device cuda; CUDA_VISIBLE_DEVICES chooses which GPUs those are.",
+        )
+
+    @classmethod
+    def hidden_accelerator(cls, device: str, processes: int, accelerator: str) -> CommandError:
+        return cls(
+            f"--tp {processes} cannot run on {device} here: transformers shards models on {accelerator}.",
+            f"pass --device {accelerator}, or hide the accelerators (CUDA_VISIBLE_DEVICES=).",
+        )
+
+    @classmethod
+    def other_count(cls, asked: int, found: int) -> CommandError:
+        return cls(
+            f"--tp {asked} cannot run in {found} processes, which is how many were started.",
+            f"pass --tp {found}; or leave torchrun out, and the command starts its processes itself.",
+        )
+
+    @classmethod
+    def no_group(cls, error: Exception) -> CommandError:
+        return cls(
+            f"LOCAL_RANK is set, so this is one of several processes, but they form no group: "
+            f"{_first_line(error)}",
+            "start all of them by torchrun; or unset LOCAL_RANK, and the command starts them itself.",
+        )
+
+    @classmethod
     def no_folder(cls, option: str, file: Path) -> CommandError:
         return cls(
             f"{option} {file} cannot be written: its folder does not exist.", "make it, or name another file."

@@ -14,7 +14,7 @@ import torch
 import piecewise_graph as pg
 from piecewise_graph.bench.setting import Setting
 from piecewise_graph.eagle.head.checkpoints import load_draft
-from piecewise_graph.eagle.head.random_models import MODEL_SHAPES, random_draft, random_model
+from piecewise_graph.eagle.head.random_models import MODEL_SHAPES, random_draft, random_model, sharded
 from piecewise_graph.eagle.speculator import Speculator
 
 from .errors import CommandError
@@ -36,11 +36,14 @@ class Served:
     encode: Callable[[str], Sequence[int]] | None
 
 
-def load_model(path: str, attention: str, dtype: str | None, device: str) -> tuple[Any, Any]:
+def load_model(
+    path: str, attention: str, dtype: str | None, device: str, *, in_parts: bool = False
+) -> tuple[Any, Any]:
     """(tokenizer, causal LM); without a dtype the model's own, or float32 if the model is small.
 
     Args:
         attention: transformers' name of the implementation, such as "sdpa" or "piecewise".
+        in_parts: each process of the job has a part of the weights, on a device of its own.
 
     Raises:
         CommandError: no such folder, model, dtype or device.
@@ -52,10 +55,21 @@ def load_model(path: str, attention: str, dtype: str | None, device: str) -> tup
     check_model(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=wanted)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation=attention, dtype=wanted, **_sharding(in_parts)
+        )
     except Exception as error:  # of transformers, safetensors, tokenizers or the hub: each has its own
         raise CommandError.no_model(path, error) from error
-    return tokenizer, in_dtype(model, dtype).to(where).eval()
+    model = in_dtype(model, dtype).eval()
+    return tokenizer, model if in_parts else model.to(where)
+
+
+def _sharding(in_parts: bool) -> dict[str, Any]:
+    if not in_parts:
+        return {}
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
 def check_model(path: str) -> None:
@@ -90,17 +104,21 @@ def default_model() -> str:
 
 def make_served(options: argparse.Namespace, settings: Sequence[Setting]) -> Served:
     """One speculator for all `settings` of `bench serving`."""
-    encode = None
+    encode, several = None, options.tp > 1
     if options.model:
-        tokenizer, target = load_model(options.model, "piecewise", options.dtype, options.device)
+        tokenizer, target = load_model(
+            options.model, "piecewise", options.dtype, options.device, in_parts=several
+        )
         encode = _encoder(tokenizer)
     else:
         pg.register_attention()
         torch.manual_seed(options.seed)
         shape, dtype = MODEL_SHAPES[options.random_weights], named_dtype(options.dtype or "bfloat16")
         target = random_model(shape, named_device(options.device), "piecewise", dtype)
+        target = sharded(target) if several else target
     draft: Any = load_draft(options.draft, target) if options.draft else None
     if options.random_draft:
+        torch.manual_seed(options.seed)  # the same head on all ranks
         draft = random_draft(target, options.random_draft)
     compiled = {"compiler": options.compiler, "specialize": list(options.specialize)}
     speculator = Speculator(

@@ -1,4 +1,4 @@
-"""`python -m piecewise_graph bench serving`: an engine under load, in this process."""
+"""`python -m piecewise_graph bench serving`: an engine under load, in this process or one per GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from piecewise_graph.bench.trace import trace
 
 from .errors import CommandError
 from .files import check_file
-from .loading import Served, make_served
+from .loading import Served, check_model, make_served, named_dtype
+from .processes import check_processes, is_first, is_rank, joined, start
 
 GIVEN = "as given"
 _PROMPTS_PER_CONCURRENCY = 5  # as in the field
@@ -25,6 +26,14 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, and write the files that were asked for."""
     sides = _sides(options)
     _check(options)
+    if options.tp > 1 and not is_rank():
+        return start(options.tp, options.given)
+    with joined(options.tp, options.device):
+        _measure(options, sides)
+    return 0
+
+
+def _measure(options: argparse.Namespace, sides: Mapping[str, Setting]) -> None:
     served = make_served(options, list(sides.values()))
     load = _load(options, served)
     outcome = Outcome(sides, {})
@@ -34,21 +43,26 @@ def run(options: argparse.Namespace) -> int:
         outcome.turns[each] = take_turns(
             served.speculator, sides, some, each, seed=options.seed, turns=turns, warm_up=options.warm_up
         )
-        if options.json:  # now, so that a run that is cut short keeps what it has
+        if options.json and is_first():  # now, so that a run that is cut short keeps what it has
             content = outcome.to_dict(options.command_line, load)
             options.json.write_text(json.dumps(content, indent=1) + "\n")
-    for name in sides:
+    if is_first():
+        _show(options, outcome)
+    if options.trace:
+        some = arrivals(load, options.concurrency[-1])
+        steps = trace(served.speculator, sides[GIVEN], some, options.trace if is_first() else None)
+        what = f"traced {steps} steps of {len(some)} requests: {options.trace.name}"
+        if is_first():
+            print(heading(what, outcome.synthetic))
+
+
+def _show(options: argparse.Namespace, outcome: Outcome) -> None:
+    for name in outcome.sides:
         print(side_table(name, outcome.medians(name)), end="\n\n")
     if options.compare is not None:
         print(ratio_table(outcome), end="\n\n")
     if options.plot:
         print(plot(outcome, options.plot))
-    if options.trace:
-        some = arrivals(load, options.concurrency[-1])
-        steps = trace(served.speculator, sides[GIVEN], some, options.trace)
-        what = f"traced {steps} steps of {len(some)} requests: {options.trace.name}"
-        print(heading(what, outcome.synthetic))
-    return 0
 
 
 def _sides(options: argparse.Namespace) -> Mapping[str, Setting]:
@@ -63,9 +77,17 @@ def _check(options: argparse.Namespace) -> None:
     """Raise before minutes are spent on the rest."""
     if options.prompts != "random" and not options.model:
         raise CommandError.no_tokenizer(options.prompts)
+    if options.prompts != "random":
+        read_texts(Path(options.prompts), str.encode)
+    if options.model:
+        check_model(options.model)
+    if options.dtype:
+        named_dtype(options.dtype)
+    if options.tp > 1:
+        check_processes(options.tp, options.device)
     for name in ("json", "plot", "trace"):
         file = getattr(options, name)
-        if file is not None:
+        if file is not None and is_first():
             check_file(f"--{name}", file)
 
 

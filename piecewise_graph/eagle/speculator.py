@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+import piecewise_graph as pg
+
 from .errors import SpeculatorError
 from .options import AUTO, COMPILED, FULL, PIECEWISE, DraftShape, EngineOptions, Sampling, as_shape, as_shapes
 from .request import Request, per_request
@@ -111,6 +113,11 @@ class Speculator:
             self._prefill.prepare()
             for key in keys:
                 self._rounds.get(*key).ensure_prepared()
+
+    @property
+    def ranks(self) -> pg.Ranks:
+        """The processes that run the target together; this one alone unless it is tensor parallel."""
+        return self._resources.ranks
 
     @property
     def failed_captures(self) -> tuple[str, ...]:
