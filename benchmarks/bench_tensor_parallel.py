@@ -41,8 +41,16 @@ class Child:
     def __init__(self, ranks: int, parts: Sequence[str], options: argparse.Namespace, **env: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._out = Path(self._folder.name) / "rows.json"
-        start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        command = [sys.executable, *start, "-m", "benchmarks.tensor_parallel_child", "--ranks", str(ranks)]
+        # A job of its own port: several of them run at once.
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [
+            sys.executable,
+            *(several if ranks > 1 else []),
+            "-m",
+            "benchmarks.tensor_parallel_child",
+            "--ranks",
+            str(ranks),
+        ]
         command += ["--parts", ",".join(parts), "--out", str(self._out), *options.passed]
         # Switches that sum need memory of many GPUs at one address, which not every machine has.
         self._process = subprocess.Popen(command, env={**os.environ, "NCCL_NVLS_ENABLE": "0", **env})
@@ -59,7 +67,7 @@ def measured(counts: Sequence[int], options: argparse.Namespace) -> Iterator[lis
     sides = [Child(count, ["tokens"], options) for count in (1, *counts)]
     yield [row for child in sides for row in child.rows()]
     for count in sorted(counts, reverse=True):
-        for mixing in ("1", "0"):
+        for mixing in ("1", "0") if options.sums else ():
             child = Child(count, ["collectives"], options, NCCL_GRAPH_MIXING_SUPPORT=mixing)
             yield [{**row, "mixing": mixing} for row in child.rows()]
         last, gpus = count == min(counts), torch.cuda.device_count()
@@ -93,6 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="2", help="a list such as 2,4")
+    parser.add_argument("--no-sums", dest="sums", action="store_false", help="leave out sums by themselves")
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_tensor_parallel.json")

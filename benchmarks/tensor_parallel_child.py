@@ -42,7 +42,7 @@ def collectives(options: argparse.Namespace) -> list[Row]:
     group, device = world.group_name, torch.device("cuda", torch.cuda.current_device())
     prepare(ranks_of_groups([group], 60.0), world, torch.empty(0, device=device, dtype=torch.bfloat16), 60.0)
     rows = []
-    for size in [2**power for power in range(13, 26)]:
+    for size in [2**power for power in range(13, 25)]:
         x = torch.randn(size // 2, device=device, dtype=torch.bfloat16)
         memory = symmetric.empty(size // 2, device=device, dtype=x.dtype)
         symmetric.rendezvous(memory, group)
