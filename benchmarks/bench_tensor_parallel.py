@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ class Child:
 
     def rows(self) -> list[Row]:
         """What it has written, and a row that says so if it failed; its error stands in the output."""
-        status = self._process.wait()
+        status: int | str = "interrupted"
+        with suppress(KeyboardInterrupt):  # the child has it too, and has written each part that it ended
+            status = self._process.wait()
         found: list[Row] = json.loads(self._out.read_text()) if self._out.exists() else []
         return found + ([{"part": "failed", "status": status}] if status else [])
 
@@ -112,6 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
     for more in measured(list(map(int, options.ranks.split(","))), options):
         rows += more
         write(options.out, command, rows, marks_of(rows), report=False)
+        if rows[-1].get("status") == "interrupted":
+            break
     write(options.out, command, rows, marks_of(rows))
     print(table([row for row in rows if row["part"] == "all_reduce"], _SUM))
     print(table([row for row in rows if row["part"] == "decode"], _STEP))

@@ -126,8 +126,8 @@ def _compiled(model: nn.Module) -> Any:
     )
 
 
-def _served(counts: Sequence[int]) -> tuple[int, dict[str, int]]:
-    """Programs that ran, and the counters, when each answer was that of the model."""
+def _served(counts: Sequence[int]) -> tuple[int, dict[str, int], str]:
+    """Programs that ran, the counters and the report, when each answer was that of the model."""
     model = Summed()
     compiled = _compiled(model)
     with torch.no_grad():
@@ -135,13 +135,15 @@ def _served(counts: Sequence[int]) -> tuple[int, dict[str, int]]:
             x = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(tokens))
             torch.testing.assert_close(compiled(x), model(x))
     memory = peer_memory.peer_memory(distributed.group.WORLD, torch.float32)
-    return 0 if memory is None else int(memory.turns.sum()), pg.counters.snapshot()
+    turns = 0 if memory is None else int(memory.turns.sum())
+    return turns, pg.counters.snapshot(), str(pg.explain(compiled))
 
 
 @needs_kernels_of_a_cpu
 def test_sums_of_captured_segments_take_turns_too(tmp_path: Path) -> None:
     counts = [3, 3, 8, 2, 7, 3]
-    for turns, counted in values(2, summing, str(tmp_path), _served, counts):
+    for turns, counted, page in values(2, summing, str(tmp_path), _served, counts):
+        assert "of 2; by kernels: float32 sums up to 0.1 MiB" in page
         assert counted["captures"] == 2 and counted["replays"] == 4 and not counted["fallbacks"]
         assert turns >= 2 * len(counts)  # of each call two sums, each of one program
 
@@ -266,7 +268,8 @@ def _refused_on_one(folder: str) -> Any:
 
 @needs_kernels_of_a_cpu
 def test_where_one_rank_has_no_such_memory_a_library_sums(tmp_path: Path) -> None:
-    for turns, counted in values(2, _refused_on_one, str(tmp_path)):
+    for turns, counted, page in values(2, _refused_on_one, str(tmp_path)):
+        assert "by kernels" not in page
         assert turns == 0 and counted["replays"] == 1 and not counted["fallbacks"]
 
 

@@ -119,6 +119,21 @@ def explained(patch: tuple[str, Any]) -> str:
     return str(pg.explain(compiled))
 
 
+def _planned() -> tuple[list[Any], str, str]:
+    model = Summed()
+    compiled = compiled_here(model)
+    compiled(rows(3))
+    plan = pg.plan(compiled, [8, 4])
+    return [plan.ranks, (plan.pool_bytes, plan.buffer_bytes)], str(plan), str(pg.explain(compiled))
+
+
+def test_plan_and_explain_say_what_each_rank_holds() -> None:
+    for rank, (numbers, plan, explained) in enumerate(values(2, _planned)):
+        of_ranks, own = numbers
+        assert len(of_ranks) == 2 and of_ranks[rank] == own and "  rank 1: " in plan
+        assert f"  rank {rank} of 2\n" in explained
+
+
 def test_explain_says_on_which_rank_a_capture_failed() -> None:
     for page in values(2, explained, ("piecewise_graph.graph_pool.GraphPool.capture", _fails)):
         assert "rank 0: captured; rank 1: RuntimeError: no capture here" in page

@@ -83,6 +83,7 @@ def _split_trace(number: int, runtime: Runtime) -> TraceReport:
         apart=dict(program.merge.apart),
         layout=tuple(map(partial(_step, program), split.steps)),
         structures=tuple(_structure(program, segment) for segment in distinct),
+        ranks=str(program.ranks) if program.ranks.several else None,
     )
 
 

@@ -71,6 +71,7 @@ class TraceReport:
         apart: why others could not be merged -> groups.
         layout: the steps in their order.
         structures: the compiled structures, in the order of their first segment.
+        ranks: which process of several this is, and what it sums by kernels of ours; or None.
     """
 
     sizes: str
@@ -96,6 +97,7 @@ class TraceReport:
     apart: dict[str, int] = field(default_factory=dict)
     layout: tuple[StepReport, ...] = ()
     structures: tuple[StructureReport, ...] = ()
+    ranks: str | None = None
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,8 @@ def _trace_lines(number: int, trace: TraceReport) -> list[str]:
         lines.append(f"  {trace.steps} steps: {trace.segments} segments{inline}, {ops}")
         lines.append(f"  {trace.distinct} distinct structures {_origin(trace)}")
         lines += [f"  cache_dir: {why} ({count} structures)" for why, count in trace.cache_notes.items()]
+    if trace.ranks:
+        lines.append(f"  {trace.ranks}")
     for size, codes in trace.exact.items():
         lines += [f"  for exactly {size} tokens: {code}" for code in codes]
     if trace.merged or trace.apart:

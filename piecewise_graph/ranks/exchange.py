@@ -59,7 +59,7 @@ class Ranks:
         self.rank, self.count = rank, count
         self._exchange, self._timeout = exchange, timeout
         self._lost: RankError | None = None
-        self._waits: list[Callable[[], int | None]] = []
+        self._waits: list[tuple[str, Callable[[], int | None]]] = []
 
     @property
     def several(self) -> bool:
@@ -133,9 +133,17 @@ class Ranks:
             raise
         self.answers(what, True)
 
-    def watch(self, late: Callable[[], int | None]) -> None:
-        """Have `check` ask for the rank that a sum on the device has waited for in vain, if there is one."""
-        self._waits.append(late)
+    def watch(self, what: str, late: Callable[[], int | None]) -> None:
+        """Have `check` ask for the rank that a sum on the device has waited for in vain, if there is one.
+
+        Args:
+            what: the sums that may wait, for people.
+        """
+        self._waits.append((what, late))
+
+    def __str__(self) -> str:
+        kinds = ", ".join(what for what, _ in self._waits)
+        return f"rank {self.rank} of {self.count}" + (f"; by kernels: {kinds}" if kinds else "")
 
     def check(self) -> None:
         """See that no sum on the device has waited in vain, which leaves wrong numbers behind.
@@ -145,7 +153,7 @@ class Ranks:
         Raises:
             RankError: one has; it raises from now on.
         """
-        for late in self._waits:
+        for _, late in self._waits:
             if self._lost is None and (rank := late()) is not None:
                 self._lost = RankError.late(rank)
         if self._lost is not None:

@@ -65,6 +65,11 @@ class PeerMemory:
         _launcher(dependent)((-(-size // block), 1, 1), [x, total, size, *self.arguments()], *constants)
         return total
 
+    def __str__(self) -> str:
+        largest = len(self.turns) * self.block * self.cells.element_size()
+        kind = "sums" if self.block == BLOCK else f"sums and norms of {self.block} columns"
+        return f"{kind} up to {largest / 2**20:.1f} MiB"
+
     def late_rank(self) -> int | None:
         """A rank that this one has waited for in vain."""
         found = int(self.told[0])
@@ -103,7 +108,8 @@ def prepare(
         made = None
     if ranks.all("have memory that others write to", made is not None) and made is not None:
         _memories[key] = made
-        ranks.watch(made.late_rank)
+        kind = str(like.dtype).removeprefix("torch.")
+        ranks.watch(f"{kind} {made}", made.late_rank)
 
 
 def _host_and_device(like: Tensor) -> tuple[str, int] | None:

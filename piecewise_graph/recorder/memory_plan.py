@@ -60,12 +60,14 @@ class Plan:
         dropped: bucket -> why it is not among them: over the budget, or it could not be tried out.
         sizes: the token counts that were asked for, largest first.
         traces: how many the model had then.
+        ranks: bytes of graphs and of buffers, by rank; empty where one process runs the model.
     """
 
     buckets: tuple[BucketRecord, ...]
     dropped: dict[int, str]
     sizes: tuple[int, ...]
     traces: int
+    ranks: tuple[tuple[int, int], ...] = ()
 
     @property
     def pool_bytes(self) -> int:
@@ -82,8 +84,8 @@ class Plan:
         return asdict(self) | {"pool_bytes": self.pool_bytes, "buffer_bytes": self.buffer_bytes}
 
     def __str__(self) -> str:
-        taken = f"{self.pool_bytes / 2**20:.1f} MiB of graphs, {self.buffer_bytes / 2**20:.1f} MiB of buffers"
-        lines = [f"{len(self.buckets)} buckets will take {taken}"]
+        lines = [f"{len(self.buckets)} buckets will take {_taken(self.pool_bytes, self.buffer_bytes)}"]
+        lines += [f"  rank {rank}: {_taken(*both)}" for rank, both in enumerate(self.ranks)]
         lines += ["  bucket  graphs  pool MiB  buffer MiB  trace"] if self.buckets else []
         lines += [
             f"  {b.tokens:6d}  {b.graphs:6d}  {b.graph_bytes / 2**20:8.1f}  {b.buffer_bytes / 2**20:10.1f}"
@@ -93,6 +95,10 @@ class Plan:
         return "\n".join(
             lines + [f"  not captured: {size} tokens: {why}" for size, why in self.dropped.items()]
         )
+
+
+def _taken(pool_bytes: int, buffer_bytes: int) -> str:
+    return f"{pool_bytes / 2**20:.1f} MiB of graphs, {buffer_bytes / 2**20:.1f} MiB of buffers"
 
 
 def largest_to_drop(needs: Iterable[int], budget: int) -> list[int]:

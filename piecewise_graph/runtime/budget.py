@@ -26,8 +26,12 @@ def plan_sizes(state: ModelState, sizes: Iterable[int]) -> Plan:
         plan = make_plan(traces, sizes, budget=budget, all_traces=len(given))
     dropped = ChainMap(*ranks.answers("drop buckets from the plan", plan.dropped))
     kept = tuple(bucket for bucket in plan.buckets if bucket.tokens not in dropped)
-    state.plan = replace(plan, buckets=kept, dropped=dict(dropped))
-    return state.plan
+    plan = replace(plan, buckets=kept, dropped=dict(dropped))
+    if ranks.several:
+        each = ranks.answers("say what the plan takes", (plan.pool_bytes, plan.buffer_bytes))
+        plan = replace(plan, ranks=tuple(each))
+    state.plan = plan
+    return plan
 
 
 def current_plan(state: ModelState, sizes: Iterable[int]) -> Plan:
