@@ -145,15 +145,19 @@ class PiecewiseConfig:
                 raise ConfigError.unknown_option(name, known)
         return cls(**(_from_environment(known) | options))
 
+    @staticmethod
+    def environment(prefix: str) -> dict[str, str]:
+        """The environment's variables whose names begin so, those of other libraries (`NCCL_`) too."""
+        return {name: text for name, text in os.environ.items() if name.startswith(prefix)}
+
 
 def _from_environment(known: Sequence[str]) -> dict[str, Any]:
     found = {}
-    for variable, text in os.environ.items():
-        if variable.startswith(ENV_PREFIX):
-            name = variable.removeprefix(ENV_PREFIX).lower()
-            if name not in known:
-                raise ConfigError.unknown_option(variable, [ENV_PREFIX + k.upper() for k in known])
-            found[name] = _parse(text)
+    for variable, text in PiecewiseConfig.environment(ENV_PREFIX).items():
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in known:
+            raise ConfigError.unknown_option(variable, [ENV_PREFIX + k.upper() for k in known])
+        found[name] = _parse(text)
     return found
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from internals import fail_capture
 
 import piecewise_graph as pg
@@ -71,6 +72,7 @@ def test_doctor_runs_what_it_reports(
     ):
         assert state[name] == "ok", name
     assert state["attention 'torch'"] == state["register_attention"] == "ok"
+    assert "several GPUs" in state
     assert list((tmp_path / "cache").iterdir())
 
 
@@ -120,6 +122,50 @@ def test_doctor_names_a_cache_folder_that_others_may_write(
     assert (
         "BROKEN  cache_dir" in printed and "folder_writable_by_others" in printed and "chmod 700" in printed
     )
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What doctor says of so many GPUs, of which these pairs have no access from the first to the second."""
+
+    def said(count: int, *apart: tuple[int, int], **variables: str) -> str:
+        for name in ("NCCL_GRAPH_MIXING_SUPPORT", "NCCL_NVLS_ENABLE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, text in variables.items():
+            monkeypatch.setenv(name, text)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) not in apart)
+        return "\n".join(map(str, doctor_command._ranks()))
+
+    return said
+
+
+def test_doctor_says_one_line_where_there_are_not_several_gpus(gpus: Callable[..., str]) -> None:
+    assert gpus(0) == "--      several GPUs           none here"
+    assert gpus(1) == "--      several GPUs           one here"
+
+
+def test_doctor_says_what_sums_over_ranks(gpus: Callable[..., str]) -> None:
+    assert gpus(4).startswith(
+        "ok      several GPUs           4 with peer access: sums over ranks, up to a few MiB,"
+    )
+    apart = gpus(3, (0, 2), (2, 1)).splitlines()[0]  # from the lower one, from the higher one
+    wanted = (
+        "--      several GPUs           3 without peer access between 0-2, 1-2: NCCL sums over ranks there"
+    )
+    assert apart == wanted
+
+
+def test_doctor_says_what_to_set_for_nccl(gpus: Callable[..., str]) -> None:
+    """With mixing off, NCCL forbids calls outside of graphs while a graph runs, on any stream."""
+    unset = gpus(2)
+    assert unset.count("--  ") == 2 == unset.count("what to do: ")
+    assert "where every call of the model is replayed, set NCCL_GRAPH_MIXING_SUPPORT=0 before" in unset
+    assert "set NCCL_NVLS_ENABLE=0 where that fails" in unset
+    assert gpus(2, NCCL_GRAPH_MIXING_SUPPORT="1", NCCL_NVLS_ENABLE="2") == unset
+    off = gpus(2, NCCL_GRAPH_MIXING_SUPPORT="0", NCCL_NVLS_ENABLE="0")
+    assert off.count("what to do: ") == 1 and "no call outside of a graph may be launched while" in off
+    assert "unset it, unless every call of the model is replayed" in off
 
 
 def test_explain_captures_the_repositorys_model_and_writes_a_page(

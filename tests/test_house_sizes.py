@@ -71,7 +71,7 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1301,
+    "beside": 1303,
     "ranks": 396,
     "_torch": 823,
     "kernels": 812,
@@ -86,7 +86,7 @@ BUDGETS = {
     "eagle": 3021,
     "integrations": 721,
     "bench": 665,
-    "cli": 1013,
+    "cli": 1038,
 }
 
 
