@@ -307,4 +307,11 @@ MUTANTS = [
         "tests/test_metadata_kernels.py -k outside_of_the_vocabulary",
         interpreted=True,
     ),
+    Mutant(
+        "when a result arrives on one rank decides the steps of that rank",
+        f"{EAGLE}/serving/engine.py",
+        " and not resources.ranks.several and ",
+        " and ",
+        "tests/test_rank_schedules.py -k random_schedules",
+    ),
 ]
