@@ -1,4 +1,4 @@
-"""Run a function in several processes that form a process group (gloo), and collect what each returns."""
+"""Run a function in several processes that form a process group, and collect what each returns."""
 
 from __future__ import annotations
 
@@ -37,17 +37,21 @@ class Answer:
     seconds: float
 
 
-def on_ranks(count: int, function: Callable[..., Any], *args: Any, within: float = 120.0) -> list[Answer]:
+def on_ranks(
+    count: int, function: Callable[..., Any], *args: Any, within: float = 120.0, backend: str = "gloo"
+) -> list[Answer]:
     """The answers of `function(*args)` by rank, run in `count` processes of one group.
 
     Args:
         function: of a test module; what it returns is pickled.
         within: seconds; a process that takes longer is killed, and fails the test.
+        backend: of the group; with "nccl" each rank has the GPU of its number.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(count)]
+        shared = count, Path(folder) / "store", backend
         processes = [
-            _CONTEXT.Process(target=_run, args=(rank, count, Path(folder) / "store", pipe, function, args))
+            _CONTEXT.Process(target=_run, args=(rank, *shared, pipe, function, args))
             for rank, (_, pipe) in enumerate(pipes)
         ]
         for process, (_, pipe) in zip(processes, pipes, strict=True):
@@ -63,9 +67,11 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, within: float
         return [_received(pipe) for pipe, _ in pipes]
 
 
-def values(count: int, function: Callable[..., Any], *args: Any, within: float = 120.0) -> list[Any]:
+def values(
+    count: int, function: Callable[..., Any], *args: Any, within: float = 120.0, backend: str = "gloo"
+) -> list[Any]:
     """The same, of a function that no rank fails in."""
-    answers = on_ranks(count, function, *args, within=within)
+    answers = on_ranks(count, function, *args, within=within, backend=backend)
     assert not any(answer.error for answer in answers), "\n".join(str(answer.error) for answer in answers)
     return [answer.value for answer in answers]
 
@@ -79,11 +85,19 @@ def _received(pipe: Connection) -> Answer:
 
 
 def _run(
-    rank: int, count: int, store: Path, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    count: int,
+    store: Path,
+    backend: str,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}  # as torchrun does
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=count)
     began = time.monotonic()
     try:
         with torch.no_grad():
