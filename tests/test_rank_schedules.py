@@ -17,7 +17,7 @@ SEEDS = range(300)
 @pytest.mark.slow
 def test_random_schedules_give_all_ranks_the_tokens_of_one_process() -> None:
     """`python -m tests.rank_schedules` runs more of them, of all kinds."""
-    seeds = (1, 18, 6)  # a reset, a planner, aborts, callbacks that raise, and too few pages
+    seeds = (18, 6)  # a planner, overlap, aborts, callbacks that raise, and too few pages
     group = run_group(seeds, 2)
     assert group.fault is None, f"seed {group.fault[0]}: {group.fault[1]}\n{schedule_of(group.fault[0], 2)}"
     assert len(group.rows) == len(seeds) and group.rows[-1].preemptions > 0
