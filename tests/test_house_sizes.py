@@ -72,7 +72,7 @@ def rooms_below() -> dict[str, set[str]]:
 # "beside" are the core's files beside its packages.
 BUDGETS = {
     "beside": 1303,
-    "ranks": 396,
+    "ranks": 400,
     "_torch": 823,
     "kernels": 812,
     "splitter": 1339,

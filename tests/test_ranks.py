@@ -16,6 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 import piecewise_graph as pg
+from piecewise_graph.errors import PiecewiseError
 
 WIDTH, BUCKETS = 8, [4, 8]
 TIMEOUT = 20.0
@@ -161,6 +162,27 @@ def test_ranks_that_are_called_with_other_sizes_raise() -> None:
         assert (
             "RankError: the ranks do not agree about which bucket to capture: rank 0: 8; rank 1: 4." in error
         )
+
+
+def _called_twice() -> list[str]:
+    model, heard = Summed(), []
+    compiled = compiled_here(model)
+    with only_on(1, "piecewise_graph.runtime.bucket_capture.rehearse", _fails):
+        for tokens in (3, 8):
+            try:
+                compiled(rows(tokens))
+            except (PiecewiseError, RuntimeError) as error:
+                heard.append(f"{type(error).__name__}: {error}")
+    return heard
+
+
+def test_after_a_forward_that_failed_on_one_rank_all_raise() -> None:
+    """The others wait for sums that it has not made. The next ones are no answer to these."""
+    began = time.monotonic()
+    (failed, again), (own, own_again) = values(2, _called_twice)
+    told = "RankError: rank 1 could not capture 4 tokens: RuntimeError: no capture here"
+    assert failed.startswith(told) and again == failed and own_again.startswith(told)
+    assert "no capture here" in own and not own.startswith("RankError") and time.monotonic() - began < TIMEOUT
 
 
 def _dies(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -116,22 +116,30 @@ class Ranks:
         return Decisions(self.rank, self.count, words, self._timeout)
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def together(self, what: str, *, sums: bool = False) -> Iterator[None]:
         """The block succeeds on all ranks, or raises on all of them.
+
+        Args:
+            sums: the block sums over ranks. Where one leaves it early, the others wait for rows that never
+                come, and would take the next ones for them. So all raise from then on.
 
         Raises:
             RankError: it failed on another rank.
         """
         try:
             yield
-        except RankError:  # which all ranks have raised
+            self.answers(what, True)
+        except RankError as error:  # which all ranks raise
+            self._lost = error if sums else self._lost
             raise
         except Exception as error:
+            cause = f"{type(error).__name__}: {error}"[:1000]
             if self._exchange is not None and self._lost is None:
                 with suppress(RankError):  # what has failed here is the news
-                    self._send(_Reply(what, error=f"{type(error).__name__}: {error}"[:1000]))
+                    self._send(_Reply(what, error=cause))
+                if sums:
+                    self._lost = RankError.failed(self.rank, what, cause)
             raise
-        self.answers(what, True)
 
     def watch(self, what: str, late: Callable[[], int | None]) -> None:
         """Have `check` ask for the rank that a sum on the device has waited for in vain, if there is one.

@@ -53,7 +53,7 @@ def on_all_ranks(ranks: Ranks, bucket: int, capture: Callable[[], Outcome]) -> O
         RankError: the ranks capture other buckets, or one of them failed to answer the call; all raise.
     """
     ranks.same("which bucket to capture", bucket)
-    with ranks.together(f"capture {bucket} tokens"):
+    with ranks.together(f"capture {bucket} tokens", sums=True):
         outcome = capture()
     kind = outcome.reason or ("failed" if outcome.failure is not None else "captured")
     answers = ranks.answers(f"end the capture of {bucket} tokens", (kind, outcome.failure or kind))
