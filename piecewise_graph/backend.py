@@ -19,7 +19,7 @@ from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import ConfigError
 from piecewise_graph.ranks.exchange import Ranks, ranks_of_groups
 from piecewise_graph.ranks.peer_memory import prepare
-from piecewise_graph.ranks.summed_norm import LARGEST_TO_NORM, block_of
+from piecewise_graph.ranks.summed_norm import prepare_norms
 from piecewise_graph.runtime.model_state import FindState, all_states, state_for_trace
 from piecewise_graph.runtime.per_model import per_model, unsplit_per_model
 from piecewise_graph.runtime.unsplit import UnsplitRuntime
@@ -90,7 +90,7 @@ def _build(
     ranks = ranks_of_groups(groups_of(plain.gm), state.config.rank_timeout)
     with ranks.together("compile a trace"):
         local = with_waited_collectives(with_local_shards(plain.gm))
-        _prepare_sums(local, ranks, state.config.rank_timeout)
+        _prepare_sums(local, ranks, state.config)
         program = build_program(local, args, state.config, state.compiled, ranks)
     forms = ranks.answers("how a trace is served", program if isinstance(program, str) else program.form)
     if any(form != forms[0] for form in forms):
@@ -102,13 +102,13 @@ def _build(
     return plain.taking_apart(forward) if plain.layouts else forward
 
 
-def _prepare_sums(gm: GraphModule, ranks: Ranks, timeout: float) -> None:
+def _prepare_sums(gm: GraphModule, ranks: Ranks, config: PiecewiseConfig) -> None:
     """Make the memory that sums over ranks of a trace will go through. Collective."""
     for group, like in sums_of(gm):
-        prepare(ranks, _torch.process_group(group), like, timeout)
-    for each in summed_norms(gm.graph):
+        prepare(ranks, _torch.process_group(group), like, config.rank_timeout)
+    for each in summed_norms(gm.graph) if config.compiler == "inductor" else ():
         like, group = _torch.example_value(each.summed), _torch.process_group(str(each.summed.args[1]))
-        prepare(ranks, group, like, timeout, block_of(int(like.shape[-1])), LARGEST_TO_NORM)
+        prepare_norms(ranks, group, like, config.rank_timeout)
 
 
 def _unsplit(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,24 +22,41 @@ LARGEST, WIDTH = 64 << 10, 8
 _mapped: list[Tensor] = []  # what lies behind addresses
 
 
-def on_files(folder: str) -> Callable[..., tuple[Tensor, list[int]]]:
+@contextmanager
+def on_files(folder: str) -> Iterator[None]:
     """Memory of ranks that are processes of one CPU: each maps the files of all."""
+    files: dict[int, Path] = {}
 
-    def memory(group: Any, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[int]]:
-        paths = [Path(folder) / f"{dtype}-{size}-{rank}" for rank in range(group.size())]
-        paths[group.rank()].write_bytes(bytes(size * dtype.itemsize))
+    def shareable(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        own = Path(folder) / f"{len(files)}-{distributed.get_rank()}"
+        own.write_bytes(bytes(size * dtype.itemsize))
+        memory = torch.from_file(str(own), shared=True, size=size, dtype=dtype)
+        files[memory.data_ptr()] = own
+        return memory
+
+    def addresses(memory: Tensor, group: Any) -> list[int]:
         distributed.barrier(group)
-        cells = [torch.from_file(str(path), shared=True, size=size, dtype=dtype) for path in paths]
+        number, _ = files[memory.data_ptr()].name.split("-")
+        kind = {"size": memory.numel(), "dtype": memory.dtype}
+        cells = [
+            torch.from_file(f"{folder}/{number}-{rank}", shared=True, **kind)
+            for rank in distributed.get_process_group_ranks(group)
+        ]
+        cells[group.rank()] = memory
         _mapped.extend(cells)
-        return cells[group.rank()], [each.data_ptr() for each in cells]
+        return [each.data_ptr() for each in cells]
 
-    return memory
+    with (
+        mock.patch("piecewise_graph._torch.shareable_memory", shareable),
+        mock.patch("piecewise_graph._torch.addresses_of_peers", addresses),
+    ):
+        yield
 
 
 def summing(folder: str, function: Callable[..., Any], *args: Any) -> Any:
     """`function` where ranks can write to each other's memory, of 64 KiB."""
     with (
-        mock.patch("piecewise_graph._torch.memory_of_peers", on_files(folder)),
+        on_files(folder),
         mock.patch.object(peer_memory, "_LARGEST", LARGEST),
     ):
         return function(*args)

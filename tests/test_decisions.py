@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,20 @@ def _without_file() -> str:
 def test_ranks_that_cannot_share_a_file_say_so() -> None:
     for error in values(2, _without_file):
         assert "rank 0 cannot write one" in error and "on one host" in error
+
+
+def test_a_full_file_system_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "_FOLDERS", (str(tmp_path),))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with decisions.file_for(2) as path:
+            assert path is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert not list(tmp_path.iterdir())
 
 
 def _of_another_host() -> str:

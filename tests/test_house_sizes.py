@@ -72,12 +72,12 @@ def rooms_below() -> dict[str, set[str]]:
 # "beside" are the core's files beside its packages.
 BUDGETS = {
     "beside": 1303,
-    "ranks": 400,
-    "_torch": 823,
+    "ranks": 414,
+    "_torch": 825,
     "kernels": 812,
     "splitter": 1339,
     "analysis": 1672,
-    "compiler": 1964,
+    "compiler": 1971,
     "recorder": 1184,
     "runtime": 1439,
     "inspection": 999,
@@ -85,8 +85,8 @@ BUDGETS = {
     "custom_ops": 3452,
     "eagle": 3021,
     "integrations": 721,
-    "bench": 665,
-    "cli": 1038,
+    "bench": 668,
+    "cli": 1043,
 }
 
 

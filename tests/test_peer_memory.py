@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from interpreter import assert_passes_interpreted, starts_the_interpreter
 from peers import LARGEST, WIDTH, Summed, needs_kernels_of_a_cpu, on_files, prepared, rows_of, summing
 from ranks import only_on, values
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import piecewise_graph as pg
 from piecewise_graph.errors import RankError
@@ -31,6 +31,7 @@ def _sums(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
         distributed.get_world_size(),
         distributed.group.WORLD.group_name,
     )
+    before = int(memory.turns.sum())
     for seed, shape in enumerate(shapes):
         apart = rows_of(rank, shape, seed, dtype).t().contiguous().t()  # rows do not follow each other
         found, served = all_reduce(apart, str(name)), memory.serves(apart)
@@ -39,7 +40,7 @@ def _sums(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
         off = 0.0 if served else 0.01  # a library adds in an order of its own, and rounds each sum
         torch.testing.assert_close(found, whole, rtol=off, atol=off)
         assert found.is_contiguous()
-    return int(memory.turns.sum())
+    return int(memory.turns.sum()) - before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -57,10 +58,9 @@ def test_sums_are_those_of_the_ranks(tmp_path: Path, count: int, dtype: torch.dt
     assert turns == [sum(-(-elements // 512) for elements in served)] * count
 
 
-def _compiled(model: nn.Module) -> Any:
-    return pg.compile(
-        model, token_dim={"x": 0}, compiler="eager", capture_sizes=[4, 8], max_tokens=8, rank_timeout=20.0
-    )
+def _compiled(model: nn.Module, **options: Any) -> Any:
+    usual = {"compiler": "eager", "capture_sizes": [4, 8], "max_tokens": 8, "rank_timeout": 20.0}
+    return pg.compile(model, token_dim={"x": 0}, **usual | options)
 
 
 def _served(counts: Sequence[int]) -> tuple[int, dict[str, int], str]:
@@ -85,23 +85,79 @@ def test_sums_of_captured_segments_take_turns_too(tmp_path: Path) -> None:
         assert turns >= 2 * len(counts)  # of each call two sums, each of one program
 
 
-def _refused_on_one(folder: str) -> Any:
-    def refuses(original: Any, *args: Any) -> Any:
+def _refuses(original: Any, *args: Any) -> Any:
+    if original.__name__ == "addresses":  # as in a collective, which all take part in
         original(*args)
-        raise RuntimeError("no peer access")
+    raise RuntimeError("no peer access")
 
-    with (
-        mock.patch("piecewise_graph._torch.memory_of_peers", on_files(folder)),
-        only_on(1, "piecewise_graph._torch.memory_of_peers", refuses),
-    ):
+
+def _refused_on_one(folder: str, step: str) -> Any:
+    with on_files(folder), only_on(1, f"piecewise_graph._torch.{step}", _refuses):
         return _served([3, 3, 8])
 
 
 @needs_kernels_of_a_cpu
-def test_where_one_rank_has_no_such_memory_a_library_sums(tmp_path: Path) -> None:
-    for turns, counted, page in values(2, _refused_on_one, str(tmp_path)):
+@pytest.mark.parametrize("step", ["shareable_memory", "addresses_of_peers"])
+def test_where_one_rank_has_no_such_memory_a_library_sums(tmp_path: Path, step: str) -> None:
+    for turns, counted, page in values(2, _refused_on_one, str(tmp_path), step):
         assert "by kernels" not in page
         assert turns == 0 and counted["replays"] == 1 and not counted["fallbacks"]
+
+
+@needs_kernels_of_a_cpu
+def test_a_group_of_one_has_no_such_memory(tmp_path: Path) -> None:
+    ((turns, counted, _),) = values(1, summing, str(tmp_path), _served, [3, 3, 8])
+    assert turns == 0 and counted["replays"] == 1 and not counted["fallbacks"]
+
+
+class Crossed(nn.Module):
+    """Sums over rows of a mesh of ranks, then over its columns."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.groups = [mesh.get_group(dim) for dim in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for group in self.groups:
+            x = x * 1.0
+            distributed.all_reduce(x, group=group)
+        return x + 1
+
+
+def _crossed() -> list[float]:
+    compiled = _compiled(Crossed(init_device_mesh("cpu", (2, 2))))
+    x = torch.full((4, WIDTH), float(distributed.get_rank()))
+    return [float(compiled(x)[0, 0]) for _ in range(2)]
+
+
+@needs_kernels_of_a_cpu
+def test_groups_of_equal_size_do_not_share_memory(tmp_path: Path) -> None:
+    assert values(4, summing, str(tmp_path), _crossed) == [[7.0, 7.0]] * 4
+
+
+def _two_timeouts() -> list[str]:
+    """What two models hear that have other timeouts, when the first one's sum has waited in vain."""
+    model = Summed()
+    found = [_compiled(model), _compiled(Summed(), rank_timeout=21.0)]
+    x = torch.ones(4, WIDTH)
+    for compiled in found:
+        compiled(x)
+    peer_memory.peer_memory(distributed.group.WORLD, torch.float32).told.fill_(2)  # type: ignore[union-attr]
+    return [_heard(partial(compiled, x)) for compiled in found]
+
+
+@needs_kernels_of_a_cpu
+def test_all_models_of_a_group_hear_of_a_sum_that_waited_in_vain(tmp_path: Path) -> None:
+    for heard in values(2, summing, str(tmp_path), _two_timeouts):
+        assert len(heard) == 2 and all("rows of rank 1 in vain" in each for each in heard)
+
+
+def _heard(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RankError as error:
+        return str(error)
+    return ""
 
 
 def _left_alone() -> list[str]:
@@ -117,14 +173,8 @@ def _left_alone() -> list[str]:
     if distributed.get_rank() == 1:
         return []
     compiled(x)
-    heard = []
-    for call in (lambda: compiled(x), lambda: compiled(torch.ones(2, WIDTH)), lambda: pg.explain(compiled)):
-        try:
-            call()
-            heard.append("")
-        except RankError as error:
-            heard.append(str(error))
-    return heard
+    calls = (lambda: compiled(x), lambda: compiled(torch.ones(2, WIDTH)), lambda: pg.explain(compiled))
+    return [_heard(call) for call in calls]
 
 
 @needs_kernels_of_a_cpu

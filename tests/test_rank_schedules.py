@@ -84,12 +84,13 @@ def _raise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("does", "says"), [(_hang, ["in _hang", "died"]), (_raise, ["rank 1: ValueError: no such page"])]
+    ("does", "limit", "says"),
+    [(_hang, 4.0, ["in _hang", "died"]), (_raise, 60.0, ["rank 1: ValueError: no such page"])],
 )
 def test_a_schedule_that_does_not_end_is_told_with_its_seed(
-    does: Callable[[], None], says: list[str]
+    does: Callable[[], None], limit: float, says: list[str]
 ) -> None:
-    group = run_group(range(5), 2, limit=4.0, serving=Faulty(does))
+    group = run_group(range(5), 2, limit=limit, serving=Faulty(does))
     assert [row.seed for row in group.rows] == [0, 1] and group.fault is not None
     assert group.fault[0] == 2
     for each in says:

@@ -69,7 +69,14 @@ def _clock() -> float:
 def _driven(engine: Any, load: Any) -> int:
     world: Any = distributed.group.WORLD
     told = ranks_of_groups([world.group_name], 20.0).decisions()
-    timeline = drive(engine, load, 3, Sampling(), decide=told.next, clock=_clock)
+    leads, slept = distributed.get_rank() == 0, list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        time.sleep(seconds)
+
+    timeline = drive(engine, load, 3, Sampling(), decide=told.next, leads=leads, clock=_clock, sleep=sleep)
+    assert leads or not slept  # it would come late to what rank 0 has decided meanwhile
     return len(timeline.requests)
 
 

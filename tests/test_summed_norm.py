@@ -50,7 +50,7 @@ def _normed(counts: Sequence[int]) -> int:
         for tokens in counts:
             x = torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(tokens))
             torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
-    memory = peer_memory.peer_memory(distributed.group.WORLD, torch.float32, WIDTH)
+    memory = peer_memory.peer_memory(distributed.group.WORLD, torch.float32, block_of(WIDTH))
     return 0 if memory is None else int(memory.turns.sum())
 
 
@@ -62,9 +62,12 @@ def test_a_sum_is_added_and_normalised_by_one_op(tmp_path: Path) -> None:
         assert turns >= 2 * sum(counts)
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
+def norm(x: Tensor, weight: Tensor, then: Callable[[], object] | None = None, **mean: Any) -> Tensor:
     wide = x.to(torch.float32)
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+    root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True, **mean) + 1e-5)
+    if then is not None:
+        then()
+    return weight * (wide * root).to(x.dtype)
 
 
 # What becomes of `y`, a sum over ranks: whether it is one op with what follows.
@@ -79,6 +82,10 @@ FOLLOWING: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Any], bool]] = {
     "float64": (lambda y, x, w: norm(x.double() + y.double(), w.double()), False),
     "hidden is written": (lambda y, x, w: [norm(h := x + y, w), h.add_(1)], True),
     "hidden is written before": (lambda y, x, w: norm((h := x + y).add_(1), w) * h, False),
+    "mean in float64": (lambda y, x, w: norm(x + y, w, dtype=torch.float64), False),
+    "rows apart": (lambda y, x, w: norm(x.t().contiguous().t() + y, w), False),
+    "weight is written": (lambda y, x, w: norm(x + y, w, then=lambda: w.add_(1)), False),
+    "residual is written": (lambda y, x, w: norm(x + y, w, then=lambda: x.add_(1)), False),
     "a view is written before": (lambda y, x, w: [(h := x + y)[1:].add_(1), norm(h, w)], False),
 }
 
@@ -121,6 +128,24 @@ def _norms(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
         assert memory is not None and int(memory.turns.sum()) == (shape[0] if 0 < shape[0] <= 16 else 0)
         memory.turns.zero_(), memory.cells.fill_(torch.iinfo(memory.cells.dtype).min)
         distributed.barrier()
+
+
+@needs_kernels_of_a_cpu
+def test_what_is_summed_may_be_written_before_it_is_added() -> None:
+    """By whatever name: the op would read it afterwards."""
+
+    def model(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+        y = x * 2
+        summed = torch.ops.piecewise.all_reduce.default(y, "group")
+        y.zero_()
+        return norm(other + summed, weight)
+
+    def fused(gm: GraphModule) -> bool:
+        return any("all_reduce_add_norm" in str(node.target) for node in with_summed_norms(gm).graph.nodes)
+
+    with alone():
+        args = torch.randn(3, WIDTH), torch.randn(3, WIDTH), torch.randn(WIDTH)
+        assert trace(model, *args, look=fused).seen == [False]
 
 
 @needs_kernels_of_a_cpu

@@ -33,18 +33,19 @@ def test_groups_are_found_by_name_and_gather(mesh: DeviceMesh) -> None:
         _torch.process_group("no such group")
 
 
-def test_ranks_of_a_cpu_cannot_write_to_each_others_memory(mesh: DeviceMesh) -> None:
+def test_no_memory_of_a_cpu_is_shareable() -> None:
     with pytest.raises(RuntimeError, match="cpu"):
-        _torch.memory_of_peers(mesh.get_group(), 8, torch.int16, torch.device("cpu"))
+        _torch.shareable_memory(8, torch.int16, torch.device("cpu"))
 
 
 @pytest.mark.gpu
-def test_memory_of_peers_tells_where_that_of_each_rank_lies() -> None:
+def test_addresses_of_peers_tell_where_the_memory_of_each_rank_lies() -> None:
     distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         device = torch.device("cuda", torch.cuda.current_device())
-        memory, addresses = _torch.memory_of_peers(distributed.group.WORLD, 8, torch.int16, device)
-        assert addresses == [memory.data_ptr()] and memory.dtype == torch.int16 and memory.shape == (8,)
+        memory = _torch.shareable_memory(8, torch.int16, device)
+        assert _torch.addresses_of_peers(memory, distributed.group.WORLD) == [memory.data_ptr()]
+        assert memory.dtype == torch.int16 and memory.shape == (8,)
     finally:
         distributed.destroy_process_group()
 

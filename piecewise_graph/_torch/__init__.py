@@ -29,14 +29,15 @@ from piecewise_graph._torch.device import (
     stream_setter as stream_setter,
 )
 from piecewise_graph._torch.distributed import (
+    addresses_of_peers as addresses_of_peers,
     forget_conditions_of_shards as forget_conditions_of_shards,
     functional_collective as functional_collective,
     gather as gather,
     is_sharded as is_sharded,
     makes_sharded_of_local as makes_sharded_of_local,
-    memory_of_peers as memory_of_peers,
     moves_shards as moves_shards,
     process_group as process_group,
+    shareable_memory as shareable_memory,
     takes_local as takes_local,
 )
 from piecewise_graph._torch.graphs import (

@@ -30,21 +30,28 @@ def gather(whole: Tensor, part: Tensor, group: Any) -> None:
     run(whole, part, group=group)
 
 
-def memory_of_peers(
-    group: Any, size: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Sequence[int]]:
-    """Memory of this rank that the others of a group can write to, and where each rank's lies for this one.
-
-    Collective. Multicast is not used.
+def shareable_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of this rank that others can be let write to.
 
     Raises:
-        RuntimeError: the devices cannot, or no device is a GPU.
+        RuntimeError: there is no room, or the device is no GPU.
     """
     from torch.distributed import _symmetric_memory as symmetric
 
     memory: Tensor = symmetric.empty(size, dtype=dtype, device=device)
+    return memory
+
+
+def addresses_of_peers(memory: Tensor, group: Any) -> Sequence[int]:
+    """Where the shareable memory of each rank of a group lies for this one. Collective, without multicast.
+
+    Raises:
+        RuntimeError: the devices cannot reach each other's memory.
+    """
+    from torch.distributed import _symmetric_memory as symmetric
+
     shared: Any = symmetric.rendezvous(memory, group.group_name)
-    return memory, list(shared.buffer_ptrs)
+    return list(shared.buffer_ptrs)
 
 
 def is_sharded(value: Any) -> bool:

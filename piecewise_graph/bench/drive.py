@@ -27,6 +27,7 @@ from .metrics import Metrics, RequestTimes, Timeline
 from .setting import Setting
 
 _WARM_PROMPT = 8  # tokens: many such prompts fit into one step
+_NAP = 1.0  # seconds at most, so that ranks which wait for a decision hear of one
 
 
 def wait(device: torch.device) -> None:
@@ -42,6 +43,7 @@ def drive(
     sampling: Sampling,
     *,
     decide: Callable[[int], int] = int,
+    leads: bool = True,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Timeline:
@@ -53,6 +55,8 @@ def drive(
     Args:
         decide: how many requests a step releases, from how many this process finds due. Several ranks have
             clocks of their own, and release the same requests at the same step.
+        leads: the clock of this process is the one that counts. The others wait for it in `decide` alone: one
+            that sleeps by a clock of its own would come late to the next step.
     """
     waiting, served = deque(load), list[tuple[Any, list[float]]]()
     began, most = clock(), 0
@@ -74,8 +78,8 @@ def drive(
         most = max(most, engine.unfinished)
         if engine.unfinished:
             engine.step()
-        elif waiting:
-            sleep(max(waiting[0].due - now(), 0.0))
+        elif waiting and leads:
+            sleep(min(max(waiting[0].due - now(), 0.0), _NAP))
     times = tuple(
         RequestTimes(len(request.prompt), len(request.tokens), released, (came or [released])[0], moments[-1])
         for request, moments in served
@@ -153,6 +157,7 @@ class _Side:
         return Metrics.of(self._drive(load, self._concurrency), self._concurrency)
 
     def _drive(self, load: Sequence[Arrival], concurrency: int) -> Timeline:
-        timeline = drive(self._engine, load, concurrency, self._sampling, decide=self._decide)
+        leads = self._speculator.ranks.rank == 0
+        timeline = drive(self._engine, load, concurrency, self._sampling, decide=self._decide, leads=leads)
         self._engine.step()  # with overlap, a round without requests is still under way
         return timeline

@@ -50,7 +50,7 @@ class CommandError(PiecewiseError, ValueError):
             f"--tp {processes} needs {processes} GPUs, and torch finds {gpus} on this host.",
             f"pass --tp {gpus}, or look at CUDA_VISIBLE_DEVICES."
             if gpus
-            else "pass --device cpu, or leave it.",
+            else "pass --device cpu, or leave --device out.",
         )
 
     @classmethod

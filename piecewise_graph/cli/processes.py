@@ -20,6 +20,7 @@ import piecewise_graph as pg
 from .errors import CommandError
 from .loading import named_device
 
+_GRACE = 15.0  # seconds that torchrun has to end its ranks
 _PATIENCE = timedelta(hours=2)  # ranks read large models from one disk at very different speeds
 
 
@@ -69,8 +70,12 @@ def start(count: int, arguments: Sequence[str]) -> int:
     before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         while True:
-            with suppress(KeyboardInterrupt):  # torchrun has it too, and ends the ranks
+            try:
                 return process.wait()
+            except KeyboardInterrupt:  # from a terminal torchrun has it too, and ends the ranks
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(_GRACE)
+                process.terminate()
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -75,29 +75,29 @@ def summed_norms(graph: Graph) -> Iterator[SummedNorm]:
 def norm_after(summed: Node) -> SummedNorm | None:
     """What a sum over ranks is added to and normalised as, if nothing else reads the sum."""
     hidden = _only_user(summed, _calls(operator.add))
-    if hidden is None:
+    residual = next((arg for arg in hidden.args if arg is not summed), None) if hidden else None
+    if hidden is None or not isinstance(residual, Node):
         return None
-    residual = next((arg for arg in hidden.args if arg is not summed), None)
     value = _value(hidden)
-    if not (isinstance(residual, Node) and _is_like(residual, value) and _is_like(summed, value)):
-        return None
-    if not summed_norm.serves(value):
-        return None
-    for wide in hidden.users:
+    for wide in hidden.users if isinstance(value, Tensor) and summed_norm.serves(value) else ():
         found = _norm_of(wide, value) if _is_float32_of(wide, hidden) else None
-        if found is not None and not _is_read_between(hidden, wide, found[-1]):
-            weight, epsilon, normed = found
+        if found is None or not (_is_like(residual, value) and _is_like(summed, value)):
+            continue
+        weight, epsilon, normed = found
+        if not _others_between(summed, normed):
             return SummedNorm(summed, residual, weight, epsilon, hidden, normed)
     return None
 
 
-def _is_read_between(hidden: Node, wide: Node, normed: Node) -> bool:
-    """Something else takes `hidden` before the norm is complete, and may write it."""
-    node = hidden.next
-    while node is not normed:
-        if node is not wide and hidden in node.all_input_nodes:
+def _others_between(first: Node, last: Node) -> bool:
+    """Other calls stand between. They may write what the op reads, by whatever name it has."""
+    chain, node = {last}, last
+    while node is not first:
+        node = node.prev
+        if node in chain or any(user in chain for user in node.users):
+            chain.add(node)
+        elif node.op not in ("placeholder", "get_attr"):
             return True
-        node = node.next
     return False
 
 
@@ -113,7 +113,7 @@ def _norm_of(wide: Node, hidden: Tensor) -> tuple[Node, float, Node] | None:
         return None
     if set(wide.users) != {square, unit}:
         return None
-    narrow = _only_user(unit, lambda node: node.target == "to" and node.args[1:] == (hidden.dtype,))
+    narrow = _only_user(unit, lambda node: node.target == "to" and _is_cast(node, hidden.dtype))
     normed = _only_user(narrow, _calls(operator.mul))
     if normed is None:
         return None
@@ -124,21 +124,31 @@ def _norm_of(wide: Node, hidden: Tensor) -> tuple[Node, float, Node] | None:
     return (weight, epsilon, normed) if fits and is_given else None  # type: ignore[return-value]
 
 
+def _is_cast(node: Node, dtype: torch.dtype) -> bool:
+    return node.args[1:] == (dtype,) and not node.kwargs
+
+
 def _means_rows(node: Node) -> bool:
+    if not node.kwargs.keys() <= {"dim", "keepdim"}:
+        return False
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     return dims in (-1, (-1,), [-1]) and (node.kwargs.get("keepdim") is True or node.args[2:] == (True,))
 
 
 def _is_float32_of(node: Node, source: Node) -> bool:
-    to = node.target == "to" and node.args == (source, torch.float32) and not node.kwargs
+    to = node.target == "to" and node.args[0] is source and _is_cast(node, torch.float32)
     return to or (node.target == "float" and node.args == (source,))
 
 
-def _is_like(node: Node, value: Any) -> bool:
-    """It is a tensor of the same shape and dtype."""
+def _is_like(node: Node, value: Tensor) -> bool:
+    """It is a tensor of the same shape and dtype, whose rows follow each other."""
     other = _value(node)
-    both = isinstance(other, Tensor) and isinstance(value, Tensor)
-    return both and other.shape == value.shape and other.dtype == value.dtype
+    if not isinstance(other, Tensor) or other.dtype != value.dtype or other.dim() != value.dim():
+        return False
+    # Compared as expressions: to compare dynamic sizes as numbers would be a condition on them.
+    same = [str(size) for size in other.shape] == [str(size) for size in value.shape]
+    steps = [str(step) for step in other.stride()[-2:]]
+    return same and steps == [str(value.shape[-1]), "1"][-value.dim() :]
 
 
 def _only_user(node: Node | None, fits: Callable[[Node], bool]) -> Node | None:

@@ -13,8 +13,7 @@ import mmap
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 
 from piecewise_graph.errors import RankError
 
@@ -87,18 +86,12 @@ def file_for(count: int) -> Iterator[str | None]:
     It is gone afterwards. Who has mapped it keeps its content.
     """
     for folder in _FOLDERS:
-        try:
-            with tempfile.NamedTemporaryFile(prefix="piecewise_graph_", dir=folder, delete=False) as file:
-                path = Path(file.name)
-                # Zeros, not a hole: a full file system refuses them now, and does not end a rank later.
-                file.write(bytes(8 * (count * _APART + CELLS)))
-        except OSError:
-            continue
-        try:
-            yield str(path)
-        finally:
-            path.unlink(missing_ok=True)
-        return
+        with suppress(OSError), tempfile.NamedTemporaryFile(prefix="piecewise_graph_", dir=folder) as file:
+            # Zeros, not a hole: a full file system refuses them now, and does not end a rank later.
+            file.write(bytes(8 * (count * _APART + CELLS)))
+            file.flush()
+            yield file.name
+            return
     yield None
 
 

@@ -44,6 +44,7 @@ class Ranks:
     Args:
         exchange: sends a message to all ranks and returns those of all, by rank.
         timeout: seconds that a rank waits for the others.
+        members: their numbers in the whole job.
 
     Attributes:
         rank, count: of this process in the group.
@@ -55,8 +56,9 @@ class Ranks:
         count: int = 1,
         exchange: Callable[[_Reply], Sequence[_Reply]] | None = None,
         timeout: float = 600.0,
+        members: Sequence[int] = (),
     ) -> None:
-        self.rank, self.count = rank, count
+        self.rank, self.count, self.members = rank, count, tuple(members)
         self._exchange, self._timeout = exchange, timeout
         self._lost: RankError | None = None
         self._waits: list[tuple[str, Callable[[], int | None]]] = []
@@ -147,7 +149,8 @@ class Ranks:
         Args:
             what: the sums that may wait, for people.
         """
-        self._waits.append((what, late))
+        if (what, late) not in self._waits:
+            self._waits.append((what, late))
 
     def __str__(self) -> str:
         kinds = ", ".join(what for what, _ in self._waits)
@@ -200,7 +203,7 @@ def ranks_of_groups(groups: Sequence[str], timeout: float) -> Ranks:
     named = {name: _torch.process_group(name) for name in groups}
     if not named:
         return ALONE
-    largest = max(named, key=lambda name: (named[name].size(), name))
+    largest = max(named, key=lambda name: named[name].size())  # the first of several: names differ by rank
     return ALONE if named[largest].size() == 1 else _ranks(named[largest], timeout)
 
 
@@ -234,4 +237,4 @@ def _ranks(group: Any, timeout: float) -> Ranks:
         distributed.all_gather_object(found, mine, group=others)
         return found
 
-    return Ranks(distributed.get_rank(group), len(members), exchange, timeout)
+    return Ranks(distributed.get_rank(group), len(members), exchange, timeout, members)

@@ -4,6 +4,10 @@ Note [Agreed before]
 To make it is an exchange among the ranks, which a forward is not the place for. Who builds a program for
 several ranks makes it before (`prepare`), by the same calls on all ranks. It is there on all or on none.
 
+Note [One order]
+All sums over one memory follow each other on the device, as calls of one thread on one stream do, or on
+streams that wait for each other. Two streams at once would take each other's turns.
+
 Note [How large]
 Every rank writes all of its rows to every other one, which costs a link more the more ranks there are. For
 large sums a library's all-reduce cuts the rows into parts. bench_tensor_parallel.json has the times of both.
@@ -12,18 +16,20 @@ large sums a library's all-reduce cuts the rows into parts. bench_tensor_paralle
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from piecewise_graph import _torch
 from piecewise_graph.kernels.launch import Launcher, dependent_launches, kernels_serve
 from piecewise_graph.ranks.exchange import Ranks
 
+T = TypeVar("T")
 BLOCK, _WARPS = 512, 4  # elements that a program adds up: 8 bytes of each rank per thread
 WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _LARGEST = 8 << 20  # bytes of a sum, over 2 ranks; less over more (Note [How large])
@@ -83,33 +89,73 @@ def peer_memory(group: Any, dtype: torch.dtype, block: int = BLOCK) -> PeerMemor
 
 def prepare(
     ranks: Ranks, group: Any, like: Tensor, timeout: float, block: int = BLOCK, largest: int | None = None
-) -> None:
+) -> PeerMemory | None:
     """Make the memory for sums of `like`'s dtype over a process group, where all its ranks can.
 
     Collective: all of `ranks` call it alike.
 
     Args:
-        ranks: who decide. A group of only some of them has no such memory.
-        timeout: seconds that a sum waits for a rank.
+        ranks: who decide. A group of others, or of only some of them, has no such memory.
+        timeout: seconds that a sum waits for a rank, if no other call has made the group's memory.
         block: elements of a program.
         largest: bytes of a sum over 2 ranks (Note [How large]).
+
+    Returns:
+        the memory if this call has made it, else None.
     """
-    key = group, like.dtype, block
-    if key in _memories or group.size() != ranks.count:
-        return
-    _memories[key] = None
-    here = _host_and_device(like)
-    places = ranks.answers("write to each other's memory", here)
+    key, made = (group, like.dtype, block), None
+    if not ranks.several or tuple(distributed.get_process_group_ranks(group)) != ranks.members:
+        return None
+    known = key in _memories
+    if not known:
+        made = _made_by_all(ranks, group, like, timeout, block, largest or _LARGEST)
+        _memories[key] = made  # only now: an exchange that failed is to be tried again by all
+        if made is not None and block == BLOCK:
+            # Each variant of the kernel: a capture that is its first use would have to load it.
+            for size in (block, 1):
+                made.sum(torch.zeros(size, dtype=like.dtype, device=made.cells.device))
+    if (memory := _memories[key]) is not None:
+        ranks.watch(f"{str(like.dtype).removeprefix('torch.')} {memory}", memory.late_rank)
+    return made
+
+
+def _made_by_all(
+    ranks: Ranks, group: Any, like: Tensor, timeout: float, block: int, largest: int
+) -> PeerMemory | None:
+    """On all ranks or on none, in steps: who cannot go on says so before the others wait for it."""
+    places = ranks.answers("write to each other's memory", _host_and_device(like))
     if None in places or len({place[0] for place in places if place}) > 1:
-        return
+        return None
+    programs = largest // (ranks.count - 1) // like.element_size() // block
+    size, word = programs * 3 * ranks.count * block, WORDS[like.dtype]
+    cells = _or_none(lambda: _torch.shareable_memory(size, word, like.device))
+    if not ranks.all("have memory that others write to", cells is not None) or cells is None:
+        return None
+    cells.fill_(torch.iinfo(word).min)  # the bits of -0.0
+    if like.is_cuda:
+        torch.cuda.synchronize(like.device)
+    addresses = _or_none(lambda: _torch.addresses_of_peers(cells, group))
+    if not ranks.all("reach each other's memory", addresses is not None) or addresses is None:
+        return None
+    apart = [(there - cells.data_ptr()) // like.element_size() for there in addresses]
+    turns = torch.zeros(programs, dtype=torch.int32, device=like.device)
+    peers, flags = torch.tensor(apart, device=like.device), _flags(group, like.device)
+    return PeerMemory(ranks.rank, block, cells, peers, turns, *flags, int(timeout * 1000))
+
+
+def _or_none(make: Callable[[], T]) -> T | None:
+    """What a step gives; None where there is no room, no peer access, or a container that forbids it."""
     try:
-        made = _made(ranks, group, like, timeout, block, largest or _LARGEST)
-    except RuntimeError:  # no peer access, or a container that forbids to share memory
-        made = None
-    if ranks.all("have memory that others write to", made is not None) and made is not None:
-        _memories[key] = made
-        kind = str(like.dtype).removeprefix("torch.")
-        ranks.watch(f"{kind} {made}", made.late_rank)
+        return make()
+    except RuntimeError:
+        return None
+
+
+@cache
+def _flags(group: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`late` and `told` of all memories of a group: who has waited in vain for one waits for no other."""
+    late = torch.zeros(1, dtype=torch.int32, device=device)
+    return late, torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
 def _host_and_device(like: Tensor) -> tuple[str, int] | None:
@@ -117,26 +163,6 @@ def _host_and_device(like: Tensor) -> tuple[str, int] | None:
     if not kernels_serve(like) or like.dtype not in WORDS or find_spec("triton") is None:
         return None
     return socket.gethostname(), like.device.index or 0
-
-
-def _made(ranks: Ranks, group: Any, like: Tensor, timeout: float, block: int, largest: int) -> PeerMemory:
-    word, size = WORDS[like.dtype], like.element_size()
-    programs = largest // (ranks.count - 1) // size // block
-    cells, addresses = _torch.memory_of_peers(group, programs * 3 * ranks.count * block, word, like.device)
-    cells.fill_(torch.iinfo(word).min)  # the bits of -0.0
-    count = partial(torch.zeros, dtype=torch.int32, device=like.device)
-    if like.is_cuda:
-        torch.cuda.synchronize(like.device)
-    return PeerMemory(
-        ranks.rank,
-        block,
-        cells,
-        torch.tensor([(there - cells.data_ptr()) // size for there in addresses], device=like.device),
-        count(programs),
-        count(1),
-        torch.zeros(1, dtype=torch.int32, pin_memory=like.is_cuda),
-        int(timeout * 1000),
-    )
 
 
 @cache

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from piecewise_graph.kernels.launch import Launcher, dependent_launches, kernels_serve
 from piecewise_graph.ranks.collectives import all_reduce, memory_for
-from piecewise_graph.ranks.peer_memory import WORDS, PeerMemory
+from piecewise_graph.ranks.exchange import Ranks
+from piecewise_graph.ranks.peer_memory import WORDS, PeerMemory, prepare
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
 _library.define(
     "all_reduce_add_norm(Tensor x, Tensor residual, Tensor weight, float epsilon, str group) "
     "-> (Tensor, Tensor)"
 )
-LARGEST_TO_NORM = 1 << 20  # bytes of a sum over 2 ranks that is normalised by the same launch
+_LARGEST = 1 << 20  # bytes of a sum over 2 ranks that is normalised by the same launch
 _COLUMNS = 16384  # that a program holds in its registers
 
 
@@ -41,12 +42,29 @@ def all_reduce_add_norm(
 
 def serves(rows: Tensor) -> bool:
     """Whether the kernel takes rows of this kind."""
-    return rows.dim() > 0 and rows.dtype in WORDS and 0 < int(rows.shape[-1]) <= _COLUMNS
+    columns = rows.shape[-1] if rows.dim() else 0
+    # A dynamic size is not asked: that would fix it.
+    return rows.dtype in WORDS and isinstance(columns, int) and 0 < columns <= _COLUMNS
 
 
 def block_of(columns: int) -> int:
-    """Cells of a program that adds up rows of so many columns."""
-    return 1 << (columns - 1).bit_length()
+    """Cells of a program that adds up rows of so many columns: an element or more for each of its threads.
+
+    With fewer, threads would hold copies of others' elements, and each would look for itself what has come.
+    """
+    return max(256, 1 << (columns - 1).bit_length())
+
+
+def prepare_norms(ranks: Ranks, group: Any, like: Tensor, timeout: float) -> None:
+    """Make the memory that rows of `like`'s kind are summed and normalised through; see `prepare`.
+
+    Both variants of the kernel run once: a capture that is their first use would have to load them.
+    """
+    memory = prepare(ranks, group, like, timeout, block_of(int(like.shape[-1])), _LARGEST)
+    if memory is not None:
+        row = torch.zeros(1, int(like.shape[-1]), dtype=like.dtype, device=memory.cells.device)
+        for way in (memory, None):
+            _launch(row, row, row[0], 1.0, way)
 
 
 def _all_reduce_add_norm(
