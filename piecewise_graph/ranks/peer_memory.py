@@ -71,6 +71,11 @@ class PeerMemory:
         _launcher(dependent)((-(-size // block), 1, 1), [x, total, size, *self.arguments()], *constants)
         return total
 
+    def settle(self) -> None:
+        """Wait for the sums that were launched: later ones may come on another stream (Note [One order])."""
+        if self.cells.is_cuda:
+            torch.cuda.synchronize(self.cells.device)
+
     def __str__(self) -> str:
         largest = len(self.turns) * self.block * self.cells.element_size()
         kind = "sums" if self.block == BLOCK else f"sums and norms of {self.block} columns"
@@ -114,6 +119,7 @@ def prepare(
             # Each variant of the kernel: a capture that is its first use would have to load it.
             for size in (block, 1):
                 made.sum(torch.zeros(size, dtype=like.dtype, device=made.cells.device))
+            made.settle()
     if (memory := _memories[key]) is not None:
         ranks.watch(f"{str(like.dtype).removeprefix('torch.')} {memory}", memory.late_rank)
     return made

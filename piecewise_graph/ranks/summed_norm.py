@@ -65,6 +65,7 @@ def prepare_norms(ranks: Ranks, group: Any, like: Tensor, timeout: float) -> Non
         row = torch.zeros(1, int(like.shape[-1]), dtype=like.dtype, device=memory.cells.device)
         for way in (memory, None):
             _launch(row, row, row[0], 1.0, way)
+        memory.settle()
 
 
 def _all_reduce_add_norm(
