@@ -200,6 +200,8 @@ def test_files_and_models_are_looked_at_before_processes_are_started(
     (tmp_path / "config.json").write_text("{}")
     assert main([*serving, "--model", str(tmp_path), "--prompts", str(tmp_path / "none.txt")]) == 2
     assert "none.txt cannot be read" in capsys.readouterr().err
+    assert main([*serving, "--random-weights", "tiny", "--draft", str(tmp_path / "none")]) == 2
+    assert "holds no draft head" in capsys.readouterr().err
 
 
 def test_the_sharding_of_an_accelerator_is_not_asked_for_on_a_cpu(

@@ -12,6 +12,7 @@ from piecewise_graph.bench.load import Load, arrivals, read_texts
 from piecewise_graph.bench.serving_report import Outcome, heading, plot, ratio_table, side_table
 from piecewise_graph.bench.setting import Setting
 from piecewise_graph.bench.trace import trace
+from piecewise_graph.eagle.head.checkpoint_files import read_json
 
 from .errors import CommandError
 from .files import check_file
@@ -81,6 +82,8 @@ def _check(options: argparse.Namespace) -> None:
         read_texts(Path(options.prompts), str.encode)
     if options.model:
         check_model(options.model)
+    if options.draft:
+        read_json(Path(options.draft, "config.json"))
     if options.dtype:
         named_dtype(options.dtype)
     if options.tp > 1:
