@@ -78,13 +78,15 @@ class Launch:
             if started is not None:
                 started.progress.launched(0)
 
-    def read(self, observe: Observer | None) -> None:
+    def read(self, observe: Observer | None, check: Callable[[], None]) -> None:
         """Wait for the result, and give requests their tokens.
 
         Args:
             observe: called with the shape and the accept length of every request of the round.
+            check: raises if the result is wrong, before a request is given a token.
         """
         self.wait()
+        check()
         first_tokens = self.first_tokens()
         # A request that ended in the round before, or was aborted since, ran for nothing; padding comes last.
         rounds = [(r, tokens, r.finished) for r, tokens in zip(self.running, self.accepted(), strict=False)]

@@ -229,9 +229,7 @@ class Engine:
         """Read results until `keep` launches are in flight."""
         while len(self._in_flight) > keep:
             launch = self._in_flight[0]
-            launch.wait()
-            self._resources.ranks.check()
-            launch.read(self._policy.observe)
+            launch.read(self._policy.observe, self._resources.ranks.check)
             for request in launch.requests:
                 if request.has_news:
                     self._unreported[request] = None
