@@ -34,6 +34,7 @@ from hypothesis import given, settings, strategies as st
 import piecewise_graph as pg
 from piecewise_graph.eagle import DraftShape, Engine, Request, Sampling, Speculator
 from piecewise_graph.eagle.rounds.round_launch import Launch
+from piecewise_graph.errors import RankError
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -192,6 +193,24 @@ def test_a_round_is_launched_before_the_result_of_the_one_before_is_read(
         run(engine)
         one_each = ["launch", "read"] * 5
         assert order == (["launch", *["launch", "read"] * 4, "read"] if overlap else one_each)
+
+
+def test_no_request_is_given_tokens_behind_a_sum_that_waited_in_vain(
+    graphs: Speculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(ranks: pg.Ranks) -> None:
+        raise RankError.late(1)
+
+    engine = graphs.engine(shape=PLAIN, overlap=False)
+    request = engine.add_request(small_prompts([3])[0], max_new_tokens=5)
+    engine.step()
+    before = list(request.tokens)
+    with monkeypatch.context() as patch:
+        patch.setattr(pg.Ranks, "check", check)
+        with pytest.raises(RankError, match="rows of rank 1 in vain"):
+            run(engine)
+        assert request.tokens == before
+    engine.close()
 
 
 def test_the_round_too_many_of_a_tree_keeps_no_page() -> None:
