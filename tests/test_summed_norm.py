@@ -131,13 +131,17 @@ def _norms(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
 
 
 @needs_kernels_of_a_cpu
-def test_what_is_summed_may_be_written_before_it_is_added() -> None:
-    """By whatever name: the op would read it afterwards."""
+@pytest.mark.parametrize("is_residual", [False, True])
+def test_what_is_summed_may_be_written_before_it_is_added(is_residual: bool) -> None:
+    """By whatever name, the residual's too: the op would read it afterwards."""
 
     def model(x: Tensor, other: Tensor, weight: Tensor) -> Tensor:
         y = x * 2
         summed = torch.ops.piecewise.all_reduce.default(y, "group")
-        y.zero_()
+        if is_residual:
+            other = y.add_(other)
+        else:
+            y.zero_()
         return norm(other + summed, weight)
 
     def fused(gm: GraphModule) -> bool:

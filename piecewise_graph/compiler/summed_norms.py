@@ -84,17 +84,20 @@ def norm_after(summed: Node) -> SummedNorm | None:
         if found is None or not (_is_like(residual, value) and _is_like(summed, value)):
             continue
         weight, epsilon, normed = found
-        if not _others_between(summed, normed):
+        if not _others_between(summed, normed, residual):
             return SummedNorm(summed, residual, weight, epsilon, hidden, normed)
     return None
 
 
-def _others_between(first: Node, last: Node) -> bool:
-    """Other calls stand between. They may write what the op reads, by whatever name it has."""
+def _others_between(first: Node, last: Node, residual: Node) -> bool:
+    """Other calls stand between. They may write what the op reads, by whatever name it has.
+
+    The one that makes the residual is such a call too.
+    """
     chain, node = {last}, last
     while node is not first:
         node = node.prev
-        if node in chain or any(user in chain for user in node.users):
+        if node is not residual and any(user in chain for user in node.users):
             chain.add(node)
         elif node.op not in ("placeholder", "get_attr"):
             return True

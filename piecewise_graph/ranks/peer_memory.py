@@ -111,8 +111,7 @@ def prepare(
     key, made = (group, like.dtype, block), None
     if not ranks.several or tuple(distributed.get_process_group_ranks(group)) != ranks.members:
         return None
-    known = key in _memories
-    if not known:
+    if key not in _memories:
         made = _made_by_all(ranks, group, like, timeout, block, largest or _LARGEST)
         _memories[key] = made  # only now: an exchange that failed is to be tried again by all
         if made is not None and block == BLOCK:
