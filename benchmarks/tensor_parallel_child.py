@@ -21,6 +21,7 @@ from benchmarks.common import alternate, read_bandwidth, wait
 from benchmarks.llama import SHAPES, model_of_rank, random_draft
 from benchmarks.own_engine import plain_speculator, served
 from piecewise_graph.bench.load import Load, arrivals
+from piecewise_graph.bench.metrics import Metrics
 from piecewise_graph.bench.setting import Setting
 from piecewise_graph.eagle import Speculator, load_draft
 from piecewise_graph.ranks.collectives import all_reduce
@@ -117,11 +118,12 @@ def engine(options: argparse.Namespace) -> list[Row]:
     speculator = plain_speculator(_model(options), options.users, 256)
     load = Load(128, 64, vocab_size=500)
     setting, found = Setting.of(steps=0), []
-    made = setting.engine(speculator)
+    made, requests = setting.engine(speculator), arrivals(load, options.users * 8)
     for _ in range(options.turns + 1):
-        seen = served(made, setting, arrivals(load, options.users * 8), options.users)
-        found.append(seen.output_throughput)
-    return [{"part": "engine", "users": options.users, "tok_s": statistics.median(found[1:])}]
+        found.append(served(made, setting, requests, options.users))
+    seen = Metrics.median_of(found[1:])
+    times = {"tpot_ms": seen.median_tpot_ms, "ttft_ms": seen.median_ttft_ms}
+    return [{"part": "engine", "users": options.users, "tok_s": seen.output_throughput, **times}]
 
 
 def eagle(options: argparse.Namespace) -> list[Row]:
