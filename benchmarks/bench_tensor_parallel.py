@@ -103,7 +103,7 @@ def timed(parts: Sequence[str], ranks: int, last: bool, options: argparse.Namesp
 
 def vllm_row(ranks: int, options: argparse.Namespace) -> Row:
     """vLLM's engine on so many GPUs under the load of ours: medians of its turns."""
-    engine = Engine("v1", random_weights(options.shape, 1) | {"tensor_parallel_size": ranks})
+    engine = Engine("v1_apart", random_weights(options.shape, 1) | {"tensor_parallel_size": ranks})
     try:
         start = engine.ready(PATIENCE)
         load = Load(PROMPT, NEW_TOKENS, vocab_size=LLAMA["vocab_size"])
