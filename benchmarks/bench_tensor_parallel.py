@@ -31,6 +31,7 @@ import torch
 from benchmarks.bench_vllm import LLAMA, NEW_TOKENS, PATIENCE, PROMPT, random_weights
 from benchmarks.common import RESULTS, Mark, table, without_out, write
 from benchmarks.vllm_engine import Engine, EngineError
+from benchmarks.vllm_sides import SEVERAL_GPUS
 from piecewise_graph.bench.load import Load, arrivals
 
 Row = dict[str, Any]
@@ -103,7 +104,7 @@ def timed(parts: Sequence[str], ranks: int, last: bool, options: argparse.Namesp
 
 def vllm_row(ranks: int, options: argparse.Namespace) -> Row:
     """vLLM's engine on so many GPUs under the load of ours: medians of its turns."""
-    engine = Engine("v1_apart", random_weights(options.shape, 1) | {"tensor_parallel_size": ranks})
+    engine = Engine(SEVERAL_GPUS, random_weights(options.shape, 1) | {"tensor_parallel_size": ranks})
     try:
         start = engine.ready(PATIENCE)
         load = Load(PROMPT, NEW_TOKENS, vocab_size=LLAMA["vocab_size"])

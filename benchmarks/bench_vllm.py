@@ -52,7 +52,7 @@ from benchmarks.eagle_pair import MODELS, prompts_of_all_lengths
 from benchmarks.llama import SHAPES
 from benchmarks.vllm_engine import Engine, EngineError, Row
 from benchmarks.vllm_report import marks_of, matrix
-from benchmarks.vllm_sides import OWN, SIDES, caches_of
+from benchmarks.vllm_sides import OWN, SEVERAL_GPUS, SIDES, caches_of
 from piecewise_graph.bench.load import Load, arrivals
 
 Key = TypeVar("Key", bound=Hashable)  # of an engine
@@ -210,7 +210,7 @@ def eagle(shape: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def answers(options: argparse.Namespace) -> Iterator[Row]:
-    sides = [side for side in SIDES if side != OWN]
+    sides = [side for side in SIDES if side not in (OWN, SEVERAL_GPUS)]
     for row in compared({"": trained_model()}, sides, options):
         yield {"part": "answers", **row}
 

@@ -21,12 +21,13 @@ class Side:
 
 
 OWN = "own"  # this project's engine, without vLLM
+# The engine in a process beside its client's, as vLLM has it: an engine of several ranks stood still in one.
+SEVERAL_GPUS = "v1 apart"
 FIRST_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 SIDES = {
     "eager": Side({"enforce_eager": True}, FIRST_RUNNER),
     "v1": Side(environment=FIRST_RUNNER),
-    # The engine beside its client, as vLLM has it: within one process, an engine of several ranks stands still.
-    "v1_apart": Side(environment=FIRST_RUNNER | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
+    SEVERAL_GPUS: Side(environment=FIRST_RUNNER | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
     "v2": Side(environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
     "piecewise": Side({"compilation_config": {"backend": "piecewise"}}),
     OWN: Side(),
