@@ -168,7 +168,12 @@ def main(arguments: list[str] | None = None) -> int:
     print(table([row for row in rows if row["part"] == "decode"], _STEP))
     served = [row for row in rows if row["part"] in ("engine", "vllm")]
     print(table(served, ("part", "ranks", "users", "tok_s", "tpot_ms", "ttft_ms")))
-    print(table([row for row in rows if row["part"] == "eagle"], ("ranks", "round_ms", "plain_ms", "ratio")))
+    print(
+        table(
+            [row for row in rows if row["part"] == "eagle"],
+            ("ranks", "head", "round_ms", "plain_ms", "ratio"),
+        )
+    )
     return int(any(row["part"] == "failed" for row in rows))
 
 

@@ -127,9 +127,14 @@ def engine(options: argparse.Namespace) -> list[Row]:
 
 
 def eagle(options: argparse.Namespace) -> list[Row]:
-    """A round of the EAGLE-1 head over a plain one, and how long each takes."""
-    target = _model(options)
-    draft = random_draft(target, "eagle1")
+    """Rounds of an EAGLE-1 head, held whole by each rank and cut over the ranks."""
+    target, several = _model(options), options.ranks > 1
+    return [_eagle(target, shard, options) for shard in ((False, True) if several else (False,))]
+
+
+def _eagle(target: Any, shard: bool, options: argparse.Namespace) -> Row:
+    """A round of the head over a plain one, and how long each takes."""
+    draft = random_draft(target, "eagle1", shard)
     speculator = Speculator(target, draft, shapes=[STEPS, 0], max_requests=1, max_seq_len=768, page_size=16)
     times: dict[str, list[float]] = {"round": [], "plain": []}
     for _ in range(options.turns + 1):
@@ -146,7 +151,12 @@ def eagle(options: argparse.Namespace) -> list[Row]:
             session.close()
     times = {name: taken[1:] for name, taken in times.items()}
     ms = {f"{name}_ms": statistics.median(taken) * 1e3 for name, taken in times.items()}
-    return [{"part": "eagle", **ms, "ratio": ms["round_ms"] / ms["plain_ms"]}]
+    return {
+        "part": "eagle",
+        "head": "cut" if shard else "whole",
+        **ms,
+        "ratio": ms["round_ms"] / ms["plain_ms"],
+    }
 
 
 def tokens(options: argparse.Namespace) -> list[Row]:

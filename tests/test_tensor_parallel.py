@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM
 
 import piecewise_graph as pg
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache
-from piecewise_graph.eagle import Speculator, load_draft
+from piecewise_graph.eagle import Speculator, load_draft, save_draft
 
 MODELS = Path(__file__).parent.parent / "benchmarks" / "models"
 PROMPT = [byte + 3 for byte in b"import os\nimport sys\n"]
 OPTIONS = {"compiler": "eager", "rank_timeout": 60.0}
+HEAD_DIM = 64
 
 
 def model(tp: bool, attention: str = "sdpa") -> Any:
@@ -32,6 +33,11 @@ def model(tp: bool, attention: str = "sdpa") -> Any:
     ).eval()
     assert isinstance(made.lm_head.weight, DTensor) is tp
     return made
+
+
+def _local(weight: Any) -> torch.Tensor:
+    part: torch.Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
+    return part
 
 
 def _ids(tokens: int) -> torch.Tensor:
@@ -86,20 +92,23 @@ def test_generate_gives_the_tokens_of_one_process(ranks: int) -> None:
         assert found["counters"]["replays"] >= 2 * (12 - 2) and found["counters"]["fallbacks"] == 0
 
 
-def _speculated(head: str | None) -> dict[str, Any]:
+def _speculated(head: str | None, shard: bool = True) -> dict[str, Any]:
     pg.register_attention()
     answers = []
     for tp in (False, True):
         target = model(tp, "piecewise")
-        draft = None if head is None else load_draft(str(MODELS / f"byte-llama-{head}"), target)
+        draft = None if head is None else load_draft(str(MODELS / f"byte-llama-{head}"), target, shard=shard)
         shape = 0 if head is None else 3
         speculator = Speculator(target, draft, shapes=[shape, 0], max_requests=2, options=OPTIONS)
         pg.counters.clear()
-        answers.append(speculator.generate([PROMPT, PROMPT[:5]], max_new_tokens=12))
+        # With how much of each draft was accepted: a wrong draft changes no token.
+        answers.append(speculator.generate([PROMPT, PROMPT[:5]], max_new_tokens=12, return_stats=True))
     found = {"same": answers[0] == answers[1], "counters": pg.counters.snapshot()}
+    found["rows"] = 0 if draft is None else len(_local(draft.layers[0].self_attn.k_proj.weight))
+    found["accepted"] = sum(each.num_accepted_tokens for each in answers[1][1].requests)
     with only_on(1, "piecewise_graph.eagle.rounds.phase_runner.PhaseRunner.seconds", _slow_drafts):
         planned = speculator.generate([PROMPT, PROMPT[:5]], max_new_tokens=12, shape="auto")
-    return found | {"planned": planned == answers[0], "plan": str(speculator.planner)}
+    return found | {"planned": planned == answers[0][0], "plan": str(speculator.planner)}
 
 
 def _slow_drafts(original: Any, runner: Any, device: torch.device) -> float:
@@ -107,14 +116,42 @@ def _slow_drafts(original: Any, runner: Any, device: torch.device) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "head"), [(2, None), (4, None), (2, "eagle1")])
-def test_the_engine_gives_the_tokens_of_one_process(ranks: int, head: str | None) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "head", "shard", "kv_heads"),
+    [
+        (2, None, True, 0),
+        (4, None, True, 0),
+        (2, "eagle1", True, 1),
+        (2, "eagle3", True, 1),
+        (2, "eagle1", False, 2),
+    ],
+)
+def test_the_engine_gives_the_tokens_of_one_process(
+    ranks: int, head: str | None, shard: bool, kv_heads: int
+) -> None:
     """Its rounds are full graphs, each rank's attention reads the KV heads of the rank."""
-    answers = values(ranks, _speculated, head, within=300.0)
+    answers = values(ranks, _speculated, head, shard, within=300.0)
     for found in answers:
+        assert found["rows"] == kv_heads * HEAD_DIM and (found["accepted"] > 0) is (head is not None)
         assert found["same"] and found["planned"]
         assert found["counters"]["phase_captures"] > 0 and found["counters"]["phase_replays"] > 0
     assert len({found["plan"] for found in answers}) == 1  # made of the times of one rank
+
+
+def _saved(folder: str) -> bool:
+    target, head = model(tp=True), str(MODELS / "byte-llama-eagle3")
+    draft = load_draft(head, target, shard=True)
+    own = Path(folder) / str(torch.distributed.get_rank())
+    save_draft(draft, own)
+    saved, whole = load_draft(str(own), target).state_dict(), load_draft(head, target).state_dict()
+    names = [name for name in whole if name.partition(".")[0] not in draft.shared]
+    return isinstance(draft.layers[0].mlp.up_proj.weight, DTensor) and all(
+        torch.equal(saved[name], whole[name]) for name in names
+    )
+
+
+def test_a_draft_that_is_cut_over_ranks_is_saved_whole(tmp_path: Path) -> None:
+    assert values(2, _saved, str(tmp_path)) == [True, True]
 
 
 def _heads() -> list[int]:

@@ -15,6 +15,7 @@ from .checkpoint_files import read_json, read_tensors
 from .checkpoint_layouts import AUX_LAYERS, MIDLAYER, Names, draft_config, names_of, to_ours, to_theirs
 from .draft import DraftModel
 from .draft_config import EAGLE3_FLAGS, LLAMA_FIELDS, DraftConfig
+from .sharding import shard_like
 
 
 def load_draft(
@@ -23,6 +24,7 @@ def load_draft(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    shard: bool = False,
 ) -> DraftModel:
     """The draft head in a local folder, for `target_model`.
 
@@ -34,6 +36,8 @@ def load_draft(
     Args:
         target_model: a causal LM of transformers, with embedding and lm_head.
         dtype, device: of the head's own weights; None = the target's. The checkpoint's dtype does not matter.
+        shard: beside a tensor-parallel target, a rank keeps its part of the layers; False = all of them.
+            Left whole too: with more ranks than KV heads, or a mesh of several dimensions.
 
     Raises:
         EagleError: a file is missing or damaged; a tensor is missing, unknown or of the wrong shape; the head
@@ -59,6 +63,8 @@ def load_draft(
     }
     model.load_state_dict(own, strict=False, assign=True)  # shared modules have their weights
     model.rotary.to(device)
+    if shard:
+        shard_like(target_model, model)
     return model.eval()
 
 
@@ -131,7 +137,7 @@ def save_draft(model: DraftModel, path: str | Path) -> None:
     """Write a head as config.json and model.safetensors, under EAGLE's original names.
 
     Modules that it shares with a target are left out. EAGLE and SGLang read these names; only `load_draft`
-    reads the flags of vLLM's heads, such as `norm_before_fc`.
+    reads the flags of vLLM's heads, such as `norm_before_fc`. A sharded head is saved whole: all ranks call.
 
     Args:
         path: a folder, created if it does not exist; files of these names in it are replaced.
@@ -148,7 +154,7 @@ def save_draft(model: DraftModel, path: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     names = MIDLAYER if config.kind == "eagle3" else ()
     tensors = {
-        to_theirs(name, names): tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        to_theirs(name, names): _whole(tensor).cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in model.state_dict().items()
         if name.partition(".")[0] not in model.shared
     }
@@ -158,6 +164,12 @@ def save_draft(model: DraftModel, path: str | Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(_original_config(model), indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _whole(value: Any) -> Tensor:
+    """Of all ranks."""
+    tensor: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return tensor.detach()
 
 
 def _original_config(model: DraftModel) -> dict[str, Any]:

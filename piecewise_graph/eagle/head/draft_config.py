@@ -112,6 +112,11 @@ class DraftConfig:
         return self.num_key_value_heads
 
     @property
+    def num_hidden_layers(self) -> int:
+        """`num_layers`, as configs of transformers name it."""
+        return self.num_layers
+
+    @property
     def feature_size(self) -> int:
         """Columns of the target features that `DraftModel.project` takes."""
         return self.target_hidden_size * (1 if self.feature_layers is None else len(self.feature_layers))

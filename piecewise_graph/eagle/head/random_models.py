@@ -77,13 +77,15 @@ def sharded(model: Any) -> Any:
     return kind.maybe_distribute_model(model, config, mesh)
 
 
-def random_draft(target: Any, kind: Kind) -> DraftModel:
+def random_draft(target: Any, kind: Kind, shard: bool = False) -> DraftModel:
     """A head of the published shape with random weights, on the target's device and of its dtype.
 
     Args:
         kind: "eagle1", with the target's vocabulary, or "eagle3", with 32,000 tokens at most.
+        shard: as of `load_draft`.
     """
     from .draft import DraftModel
+    from .sharding import shard_like
 
     vocabulary = target.config.vocab_size
     weight = target.get_output_embeddings().weight
@@ -94,7 +96,7 @@ def random_draft(target: Any, kind: Kind) -> DraftModel:
     d2t = None
     if config.draft_vocab_size != vocabulary:
         d2t = torch.arange(config.draft_vocab_size) * (vocabulary // config.draft_vocab_size - 1)
-    return DraftModel(
+    draft = DraftModel(
         config,
         embed_tokens=target.get_input_embeddings(),
         lm_head=target.get_output_embeddings() if kind == "eagle1" else None,
@@ -102,3 +104,6 @@ def random_draft(target: Any, kind: Kind) -> DraftModel:
         dtype=weight.dtype,
         device=weight.device,
     ).eval()
+    if shard:
+        shard_like(target, draft)
+    return draft

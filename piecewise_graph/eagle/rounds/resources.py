@@ -61,9 +61,7 @@ class Resources:
             "num_pages": limits.num_pages, "page_size": limits.page_size, "dtype": dtype, "device": device,
         }  # fmt: skip
         cache = PagedKVCache.for_model(model, **paged)
-        draft_cache = config and PagedKVCache(
-            num_layers=config.num_layers, kv_heads=config.kv_heads, head_dim=config.head_dim, **paged
-        )
+        draft_cache = None if draft is None else PagedKVCache.for_model(draft, **paged)
         table = RequestTable.for_cache(
             cache, max_requests=limits.max_requests, max_seq_len=limits.table_tokens
         )

@@ -1,0 +1,46 @@
+"""A draft head on several ranks: its layers are cut as those of a tensor-parallel target.
+
+As in Megatron-LM (Shoeybi et al., arXiv 1909.08053): a rank has some heads and some columns of the MLP, and
+two sums over ranks close a layer. `fc` and the norms stay whole: they are small, and cutting `fc` would need
+a sum of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .draft import DraftModel
+
+_COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+_ROWS = ("self_attn.o_proj", "mlp.down_proj")
+
+
+def shard_like(target: nn.Module, draft: DraftModel) -> None:
+    """Keep this rank's part of the head's layers only, if the target is sharded and they divide evenly.
+
+    Every rank has the same head, and cuts its own copy: nothing is exchanged. With more ranks than KV heads,
+    or beside a target whose mesh has several dimensions, each keeps it whole.
+    """
+    mesh = _mesh_of(target)
+    if mesh is None or mesh.ndim != 1 or not _divides(draft, mesh.size()):
+        return
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in _COLUMNS}
+    plan |= {name: RowwiseParallel() for name in _ROWS}
+    for layer in draft.layers:
+        parallelize_module(layer, mesh, plan, src_data_rank=None)
+
+
+def _mesh_of(target: nn.Module) -> DeviceMesh | None:
+    found: Any = (getattr(parameter, "device_mesh", None) for parameter in target.parameters())
+    return next((mesh for mesh in found if mesh is not None), None)
+
+
+def _divides(draft: DraftModel, ranks: int) -> bool:
+    return draft.config.num_key_value_heads % ranks == 0 and draft.config.intermediate_size % ranks == 0
