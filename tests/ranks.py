@@ -18,9 +18,16 @@ from unittest import mock
 import torch
 from torch import distributed
 
-# Processes are forked from one that has loaded the libraries: to load them takes seconds, to fork does not.
+# Processes are forked from one that has loaded what tests import: to load it takes seconds, to fork does not.
+# Inductor makes its pool of processes when it compiles and not when it is loaded: a pool cannot be shared.
+os.environ.setdefault("TORCH_WARM_POOL", "0")
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "transformers.models.llama", "piecewise_graph"])
+_CONTEXT.set_forkserver_preload([
+    "hypothesis", "piecewise_graph.custom_ops.kv_cache", "piecewise_graph.eagle.speculator", "pytest",
+    "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor.parallel",
+    "transformers.generation.utils", "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+])  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -209,8 +209,9 @@ def _impatient() -> Any:
 
 
 def test_a_rank_that_hangs_ends_the_wait_of_the_others_after_the_timeout() -> None:
-    waiting, _ = on_ranks(2, _impatient)
-    assert "option rank_timeout" in str(waiting.error) and 2.0 <= waiting.seconds < 12.0
+    waiting, late = on_ranks(2, _impatient)
+    assert "option rank_timeout" in str(waiting.error)
+    assert 2.0 <= waiting.seconds < late.seconds - 5.0  # both compile first, for as long as that takes
 
 
 def _larger(original: Any, *args: Any, **kwargs: Any) -> list[Any]:
