@@ -1,7 +1,7 @@
 """One model on several GPUs: the same tokens, decode steps, an engine under load and EAGLE rounds.
 
     python -m benchmarks.bench_tensor_parallel --ranks 2,4
-    python -m benchmarks.bench_tensor_parallel --parts engine,vllm
+    python -m benchmarks.bench_tensor_parallel --parts engine,vllm --out FILE
 
 Each part runs in processes of its own, one per GPU. Random bf16 weights but for the tokens, which the
 repository's model gives in float32. The floor is the time that reading a rank's part of the weights takes.
@@ -148,6 +148,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_tensor_parallel.json")
     options = parser.parse_args(given)
     options.parts = options.parts.split(",")
+    if unknown := set(options.parts) - {*PARTS, "vllm"}:
+        parser.error(f"--parts: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)} and vllm")
     options.passed = [
         "--shape",
         options.shape,

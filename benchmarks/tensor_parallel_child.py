@@ -134,6 +134,7 @@ def eagle(options: argparse.Namespace) -> list[Row]:
 
 def _eagle(target: Any, shard: bool, options: argparse.Namespace) -> Row:
     """A round of the head over a plain one, and how long each takes."""
+    torch.manual_seed(1)
     draft = random_draft(target, "eagle1", shard)
     speculator = Speculator(target, draft, shapes=[STEPS, 0], max_requests=1, max_seq_len=768, page_size=16)
     times: dict[str, list[float]] = {"round": [], "plain": []}

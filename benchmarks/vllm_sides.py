@@ -21,7 +21,8 @@ class Side:
 
 
 OWN = "own"  # this project's engine, without vLLM
-# The engine in a process beside its client's, as vLLM has it: an engine of several ranks stood still in one.
+# With several GPUs the engine is a process beside its client's, as vLLM has it by default: in one process it
+# stood still.
 SEVERAL_GPUS = "v1 apart"
 FIRST_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 SIDES = {

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import piecewise_graph as pg
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache
 from piecewise_graph.eagle import Speculator, load_draft, save_draft
+from piecewise_graph.errors import AddressMovedError
 
 MODELS = Path(__file__).parent.parent / "benchmarks" / "models"
 PROMPT = [byte + 3 for byte in b"import os\nimport sys\n"]
@@ -136,6 +137,31 @@ def test_the_engine_gives_the_tokens_of_one_process(
         assert found["same"] and found["planned"]
         assert found["counters"]["phase_captures"] > 0 and found["counters"]["phase_replays"] > 0
     assert len({found["plan"] for found in answers}) == 1  # made of the times of one rank
+
+
+def _moved() -> str:
+    pg.register_attention()
+    target = model(tp=True, attention="piecewise")
+    speculator = Speculator(target, shapes=[0], max_requests=1, options=OPTIONS)
+    answer, projection = (
+        speculator.generate([PROMPT], max_new_tokens=4),
+        target.model.layers[1].self_attn.q_proj,
+    )
+    weight = projection.weight
+    projection.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
+    try:
+        speculator.generate([PROMPT], max_new_tokens=4)
+        told = "nothing"
+    except AddressMovedError as error:
+        told = str(error)
+    projection.weight = weight
+    assert speculator.generate([PROMPT], max_new_tokens=4) == answer
+    return told
+
+
+def test_a_sharded_weight_that_moved_is_refused_before_graphs_read_it() -> None:
+    for told in values(2, _moved):
+        assert "layers.1.self_attn.q_proj.weight" in told
 
 
 def _saved(folder: str) -> bool:

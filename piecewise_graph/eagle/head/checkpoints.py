@@ -37,7 +37,8 @@ def load_draft(
         target_model: a causal LM of transformers, with embedding and lm_head.
         dtype, device: of the head's own weights; None = the target's. The checkpoint's dtype does not matter.
         shard: beside a tensor-parallel target, a rank keeps its part of the layers; False = all of them.
-            Left whole too: with more ranks than KV heads, or a mesh of several dimensions.
+            Left whole too: where KV heads or the MLP's columns do not divide evenly, and on a mesh of several
+            dimensions.
 
     Raises:
         EagleError: a file is missing or damaged; a tensor is missing, unknown or of the wrong shape; the head
@@ -137,7 +138,8 @@ def save_draft(model: DraftModel, path: str | Path) -> None:
     """Write a head as config.json and model.safetensors, under EAGLE's original names.
 
     Modules that it shares with a target are left out. EAGLE and SGLang read these names; only `load_draft`
-    reads the flags of vLLM's heads, such as `norm_before_fc`. A sharded head is saved whole: all ranks call.
+    reads the flags of vLLM's heads, such as `norm_before_fc`. A head that is cut over ranks is saved whole: all of
+    them call, each with a folder of its own.
 
     Args:
         path: a folder, created if it does not exist; files of these names in it are replaced.

@@ -23,8 +23,8 @@ _ROWS = ("self_attn.o_proj", "mlp.down_proj")
 def shard_like(target: nn.Module, draft: DraftModel) -> None:
     """Keep this rank's part of the head's layers only, if the target is sharded and they divide evenly.
 
-    Every rank has the same head, and cuts its own copy: nothing is exchanged. With more ranks than KV heads,
-    or beside a target whose mesh has several dimensions, each keeps it whole.
+    Every rank has the same head, and cuts its own copy: nothing is exchanged. Where KV heads or the MLP's
+    columns do not divide evenly, or the target's mesh has several dimensions, each keeps it whole.
     """
     mesh = _mesh_of(target)
     if mesh is None or mesh.ndim != 1 or not _divides(draft, mesh.size()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,7 +33,8 @@ class Weights:
             AddressMovedError: a weight lies elsewhere now, and graphs would read the old one.
         """
         for name, tensor in self._tensors() if self._held else ():
-            if tensor.data_ptr() != self._held[name].data_ptr():
+            held = self._held.get(name)
+            if held is None or tensor.data_ptr() != held.data_ptr():
                 raise pg.errors.AddressMovedError.moved(name)
 
     def drop_graphs(self) -> None:
@@ -43,4 +45,16 @@ class Weights:
         for model, module in self._models.items():
             for kind in (module.named_parameters, module.named_buffers):
                 for name, tensor in kind():
-                    yield f"{model}.{name}", tensor
+                    for index, part in enumerate(_parts(tensor)):
+                        yield f"{model}.{name}" + (f" (part {index})" if index else ""), part
+
+
+def _parts(tensor: Any) -> Iterator[Tensor]:
+    """Where it lies: one that wraps others, as sharded and quantised ones do, has no address of its own."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for inner in (getattr(tensor, name) for name in flatten()[0]):
+        if isinstance(inner, Tensor):  # the mesh of a sharded one is none
+            yield from _parts(inner)
