@@ -138,8 +138,8 @@ def save_draft(model: DraftModel, path: str | Path) -> None:
     """Write a head as config.json and model.safetensors, under EAGLE's original names.
 
     Modules that it shares with a target are left out. EAGLE and SGLang read these names; only `load_draft`
-    reads the flags of vLLM's heads, such as `norm_before_fc`. A head that is cut over ranks is saved whole: all of
-    them call, each with a folder of its own.
+    reads the flags of vLLM's heads, such as `norm_before_fc`. A head that is cut over ranks is saved whole:
+    all of them call, each with a folder of its own.
 
     Args:
         path: a folder, created if it does not exist; files of these names in it are replaced.
