@@ -17,6 +17,8 @@ from torch import Tensor, distributed
 
 import piecewise_graph as pg
 from benchmarks.bench_decode import Decode
+from benchmarks.bench_tensor_parallel import REQUESTS_PER_USER, USERS
+from benchmarks.bench_vllm import NEW_TOKENS, PROMPT
 from benchmarks.common import alternate, read_bandwidth, wait
 from benchmarks.llama import SHAPES, model_of_rank, random_draft
 from benchmarks.own_engine import plain_speculator, served
@@ -116,9 +118,9 @@ def _model(options: argparse.Namespace) -> Any:
 def engine(options: argparse.Namespace) -> list[Row]:
     """Plain decoding under a closed load, no option set."""
     speculator = plain_speculator(_model(options), options.users, 256)
-    load = Load(128, 64, vocab_size=500)
+    load = Load(PROMPT, NEW_TOKENS, vocab_size=500)
     setting, found = Setting.of(steps=0), []
-    made, requests = setting.engine(speculator), arrivals(load, options.users * 8)
+    made, requests = setting.engine(speculator), arrivals(load, options.users * REQUESTS_PER_USER)
     for _ in range(options.turns + 1):
         found.append(served(made, setting, requests, options.users))
     seen = Metrics.median_of(found[1:])
@@ -128,8 +130,8 @@ def engine(options: argparse.Namespace) -> list[Row]:
 
 def eagle(options: argparse.Namespace) -> list[Row]:
     """Rounds of an EAGLE-1 head, held whole by each rank and cut over the ranks."""
-    target, several = _model(options), options.ranks > 1
-    return [_eagle(target, shard, options) for shard in ((False, True) if several else (False,))]
+    target, cuts = _model(options), (False, True) if options.ranks > 1 else (False,)
+    return [_eagle(target, shard, options) for shard in cuts]
 
 
 def _eagle(target: Any, shard: bool, options: argparse.Namespace) -> Row:
@@ -194,7 +196,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--batches", default="1,32")
-    parser.add_argument("--users", type=int, default=32)
+    parser.add_argument("--users", type=int, default=USERS)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compiler", default="inductor")

@@ -143,10 +143,8 @@ def _moved() -> str:
     pg.register_attention()
     target = model(tp=True, attention="piecewise")
     speculator = Speculator(target, shapes=[0], max_requests=1, options=OPTIONS)
-    answer, projection = (
-        speculator.generate([PROMPT], max_new_tokens=4),
-        target.model.layers[1].self_attn.q_proj,
-    )
+    answer = speculator.generate([PROMPT], max_new_tokens=4)
+    projection = target.model.layers[1].self_attn.q_proj
     weight = projection.weight
     projection.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
     try:
