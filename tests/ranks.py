@@ -54,11 +54,13 @@ def on_ranks(
         within: seconds; a process that takes longer is killed, and fails the test.
         backend: of the group; with "nccl" each rank has the GPU of its number.
     """
+    # What is loaded beforehand may have asked for a device, and no process that is forked then can use it.
+    context = _CONTEXT if backend == "gloo" else multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(count)]
+        pipes = [context.Pipe(duplex=False) for _ in range(count)]
         shared = count, Path(folder) / "store", backend
         processes = [
-            _CONTEXT.Process(target=_run, args=(rank, *shared, pipe, function, args))
+            context.Process(target=_run, args=(rank, *shared, pipe, function, args))
             for rank, (_, pipe) in enumerate(pipes)
         ]
         for process, (_, pipe) in zip(processes, pipes, strict=True):

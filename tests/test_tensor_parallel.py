@@ -164,10 +164,10 @@ def test_a_sharded_weight_that_moved_is_refused_before_graphs_read_it() -> None:
 
 def _saved(folder: str) -> bool:
     target, head = model(tp=True), str(MODELS / "byte-llama-eagle3")
-    draft = load_draft(head, target, shard=True)
+    draft = load_draft(head, target)
     own = Path(folder) / str(torch.distributed.get_rank())
     save_draft(draft, own)
-    saved, whole = load_draft(str(own), target).state_dict(), load_draft(head, target).state_dict()
+    saved, whole = (load_draft(path, target, shard=False).state_dict() for path in (str(own), head))
     names = [name for name in whole if name.partition(".")[0] not in draft.shared]
     return isinstance(draft.layers[0].mlp.up_proj.weight, DTensor) and all(
         torch.equal(saved[name], whole[name]) for name in names
@@ -176,6 +176,17 @@ def _saved(folder: str) -> bool:
 
 def test_a_draft_that_is_cut_over_ranks_is_saved_whole(tmp_path: Path) -> None:
     assert values(2, _saved, str(tmp_path)) == [True, True]
+
+
+def _beside_fsdp() -> bool:
+    target = model(tp=False)
+    torch.distributed.fsdp.fully_shard(target)
+    draft = load_draft(str(MODELS / "byte-llama-eagle1"), target)
+    return any(isinstance(weight, DTensor) for weight in draft.layers.parameters())
+
+
+def test_a_draft_is_whole_where_ranks_have_requests_of_their_own() -> None:
+    assert values(2, _beside_fsdp) == [False, False]
 
 
 def _heads() -> list[int]:

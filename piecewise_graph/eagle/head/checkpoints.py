@@ -24,7 +24,7 @@ def load_draft(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    shard: bool = False,
+    shard: bool = True,
 ) -> DraftModel:
     """The draft head in a local folder, for `target_model`.
 
@@ -37,8 +37,8 @@ def load_draft(
         target_model: a causal LM of transformers, with embedding and lm_head.
         dtype, device: of the head's own weights; None = the target's. The checkpoint's dtype does not matter.
         shard: beside a tensor-parallel target, a rank keeps its part of the layers; False = all of them.
-            Left whole too: where KV heads or the MLP's columns do not divide evenly, and on a mesh of several
-            dimensions.
+            Left whole too: where KV heads or the MLP's columns do not divide evenly, on a mesh of several
+            dimensions, and under FSDP.
 
     Raises:
         EagleError: a file is missing or damaged; a tensor is missing, unknown or of the wrong shape; the head

@@ -77,7 +77,7 @@ def sharded(model: Any) -> Any:
     return kind.maybe_distribute_model(model, config, mesh)
 
 
-def random_draft(target: Any, kind: Kind, shard: bool = False) -> DraftModel:
+def random_draft(target: Any, kind: Kind, shard: bool = True) -> DraftModel:
     """A head of the published shape with random weights, on the target's device and of its dtype.
 
     Args:

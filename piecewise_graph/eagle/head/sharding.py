@@ -21,12 +21,11 @@ _ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def shard_like(target: nn.Module, draft: DraftModel) -> None:
-    """Keep this rank's part of the head's layers only, if the target is sharded and they divide evenly.
+    """Keep this rank's part of the head's layers only, beside a tensor-parallel target; as of `load_draft`.
 
-    Every rank has the same head, and cuts its own copy: nothing is exchanged. Where KV heads or the MLP's
-    columns do not divide evenly, or the target's mesh has several dimensions, each keeps it whole.
+    Every rank has the same head, and cuts its own copy: nothing is exchanged.
     """
-    mesh = _mesh_of(target)
+    mesh = None if _has_other_data(target) else _mesh_of(target)
     if mesh is None or mesh.ndim != 1 or not _divides(draft, mesh.size()):
         return
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -40,6 +39,13 @@ def shard_like(target: nn.Module, draft: DraftModel) -> None:
 def _mesh_of(target: nn.Module) -> DeviceMesh | None:
     found: Any = (getattr(parameter, "device_mesh", None) for parameter in target.parameters())
     return next((mesh for mesh in found if mesh is not None), None)
+
+
+def _has_other_data(target: nn.Module) -> bool:
+    """Whether ranks of this target have requests of their own: FSDP cuts weights too, but not the work."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in target.modules())
 
 
 def _divides(draft: DraftModel, ranks: int) -> bool:
