@@ -25,8 +25,8 @@ def shard_like(target: nn.Module, draft: DraftModel) -> None:
 
     Every rank has the same head, and cuts its own copy: nothing is exchanged.
     """
-    mesh = None if _has_other_data(target) else _mesh_of(target)
-    if mesh is None or mesh.ndim != 1 or not _divides(draft, mesh.size()):
+    mesh = _mesh_of(target)
+    if mesh is None or mesh.ndim != 1 or _has_other_data(target) or not _divides(draft, mesh.size()):
         return
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
