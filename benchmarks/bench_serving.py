@@ -18,9 +18,10 @@ on two loads:
     serving  two requests per user, prompts and answers in the same steps: what users see
     decode   one request per user, short prompts and long answers: hardly anything but rounds
 
-Then a few rounds of the decode load are traced, with overlap and without, for the share of time in which the
-device idles (idle_time.py). Rows of earlier runs on the same machine stay in the results file until they are
-measured again, so shapes and parts can be measured one by one.
+A few more rounds of the decode load, with overlap and without, are timed on the host, without what it waits
+(host_time.py), and others traced for the share of time in which the device idles (idle_time.py). Rows of
+earlier runs on the same machine stay in the results file until they are measured again, so shapes and parts
+can be measured one by one.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import torch
 import piecewise_graph as pg
 from benchmarks.common import RESULTS, table, without_out
 from benchmarks.eagle_pair import HEADS, heldout_prompts, load_pair
+from benchmarks.host_time import host_us
 from benchmarks.idle_time import IdleTime, idle_time, read_events
 from benchmarks.llama import SHAPES, random_draft, random_model
 from benchmarks.serving_results import Results
@@ -47,7 +49,7 @@ from piecewise_graph.bench.drive import take_turns
 from piecewise_graph.bench.load import Load, arrivals
 from piecewise_graph.bench.metrics import COLUMNS, Metrics, acceptance, ratios
 from piecewise_graph.bench.setting import Setting, wholes
-from piecewise_graph.bench.trace import trace
+from piecewise_graph.bench.trace import steady, trace
 from piecewise_graph.eagle import Speculator
 
 STEPS, ACCEPT_LENGTH = 3, 2.5
@@ -151,9 +153,14 @@ def measured(
 
 
 def idle_row(subject: Subject, users: int, overlap: bool, rounds: int) -> Row:
-    """Idle shares of the device in some rounds of the decode load; None on a CPU."""
+    """Of some rounds of the decode load: idle shares of the device, None on a CPU, and time of the host.
+
+    The host's time is of other rounds, because a profiler slows the host.
+    """
     load = arrivals(subject.load("decode"), users)
     setting = Setting.of(**subject.base.values | {"overlap": overlap})
+    with steady(subject.speculator, setting, load, rounds) as engine:
+        host = host_us(engine.step, rounds)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         steps = trace(subject.speculator, setting, load, file, steps=rounds)
@@ -161,7 +168,7 @@ def idle_row(subject: Subject, users: int, overlap: bool, rounds: int) -> Row:
     shares = dict.fromkeys(IdleTime.__annotations__) if found is None else asdict(found)
     place = {"shape": subject.name, "max_concurrency": users, "overlap": overlap}
     label = acceptance(setting.values["synthetic_accept_length"])
-    return {"kind": "idle", **place, "acceptance": label, "steps": steps, **shares}
+    return {"kind": "idle", **place, "acceptance": label, "steps": steps, "host_us": host, **shares}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -195,7 +202,15 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
             "low",
             "high",
         ),
-        "idle": ("shape", "max_concurrency", "overlap", "acceptance", "nothing_runs", "between_launches"),
+        "idle": (
+            "shape",
+            "max_concurrency",
+            "overlap",
+            "acceptance",
+            "nothing_runs",
+            "between_launches",
+            "host_us",
+        ),
         "start": ("shape", "start_s"),
     }
     for kind, names in columns.items():

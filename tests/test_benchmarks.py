@@ -179,6 +179,7 @@ def test_serving(tmp_path: Path) -> None:
     assert len(kinds["ratio"]) == 2 * (len(changes) + 2) * 3  # users, changes on both loads, columns
     assert [(row["max_concurrency"], row["overlap"]) for row in kinds["idle"]] == [(1, True), (1, False)]
     assert all(row["steps"] == 2 and row["between_launches"] is None for row in kinds["idle"])  # on a CPU
+    assert all(row["host_us"] > 0 for row in kinds["idle"])
     assert found["marks"] == []  # nothing is promised of this shape
 
 

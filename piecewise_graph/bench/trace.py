@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,21 @@ def trace(
     Raises:
         BenchError: a request ends before all of them are steady.
     """
-    longest = speculator.max_seq_len
-    tokens_per_round = 1 + max(shape.steps for shape in setting.shapes(page_size=1))
-    kept = max(1, longest - (_SETTLE + _PROFILER_WARM_UP + steps) * tokens_per_round)
+    with steady(speculator, setting, load, steps) as engine:
+        recorded = _record(engine, speculator.device, len(load), path, steps)
+    if not recorded:
+        raise BenchError.nothing_steady(speculator.max_seq_len - _longest_prompt(speculator, setting, steps))
+    return recorded
+
+
+@contextmanager
+def steady(speculator: Speculator, setting: Setting, load: Sequence[Arrival], steps: int) -> Iterator[Any]:
+    """An engine in which the whole load is in its rounds, with room for `steps` steps; closed afterwards.
+
+    Args:
+        load, steps: as of `trace`.
+    """
+    longest, kept = speculator.max_seq_len, _longest_prompt(speculator, setting, steps)
     engine = setting.engine(speculator)
     try:
         requests = [
@@ -67,12 +80,15 @@ def trace(
             engine.step()
         for _ in range(_SETTLE):
             engine.step()
-        recorded = _record(engine, speculator.device, len(requests), path, steps)
+        yield engine
     finally:
         engine.close()
-    if not recorded:
-        raise BenchError.nothing_steady(longest - kept)
-    return recorded
+
+
+def _longest_prompt(speculator: Speculator, setting: Setting, steps: int) -> int:
+    """Tokens of it beside which `steps` steps have room."""
+    tokens_per_round = 1 + max(shape.steps for shape in setting.shapes(page_size=1))
+    return max(1, speculator.max_seq_len - (_SETTLE + _PROFILER_WARM_UP + steps) * tokens_per_round)
 
 
 def _record(engine: Any, device: torch.device, running: int, path: Path | None, steps: int) -> int:
