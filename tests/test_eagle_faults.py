@@ -8,6 +8,7 @@ import pytest
 import torch
 from eagle_cases import prefill, resources
 from internals import fail_capture
+from test_wrapper_weights import Quantised
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import piecewise_graph as pg
@@ -160,6 +161,21 @@ def test_moved_weight_is_refused_before_graphs_read_it(speculator: Speculator) -
         speculator.generate(PROMPTS, max_new_tokens=4)
     weight.data = before
     assert speculator.generate(PROMPTS, max_new_tokens=4)
+
+
+def test_a_quantised_weight_that_was_replaced_is_refused(device: torch.device) -> None:
+    """It wraps the tensors that graphs read, and has no address of its own."""
+    target = build_target(device)
+    down = target.model.layers[1].mlp.down_proj
+    read, other = Quantised.of(down.weight.detach()), Quantised.of(down.weight.detach().flip(0))
+    down.weight = torch.nn.Parameter(read, requires_grad=False)
+    speculator = Speculator(target, shapes=[PLAIN], max_requests=3, max_seq_len=48, options=EAGER["options"])
+    expected = speculator.generate(PROMPTS, max_new_tokens=4)
+    down.weight = torch.nn.Parameter(other, requires_grad=False)
+    with pytest.raises(AddressMovedError, match=r"layers\.1\.mlp\.down_proj\.weight"):
+        speculator.generate(PROMPTS, max_new_tokens=4)
+    down.weight = torch.nn.Parameter(read, requires_grad=False)
+    assert speculator.generate(PROMPTS, max_new_tokens=4) == expected
 
 
 def test_weights_written_in_place_are_seen(speculator: Speculator) -> None:
