@@ -153,14 +153,15 @@ def measured(
 
 
 def idle_row(subject: Subject, users: int, overlap: bool, rounds: int) -> Row:
-    """Of some rounds of the decode load: idle shares of the device, None on a CPU, and time of the host.
+    """How long the device idles and what the host takes, in some rounds of the decode load.
 
-    The host's time is of other rounds, because a profiler slows the host.
+    Idle shares are None on a CPU. The host is timed in rounds without the profiler, which slows it.
     """
     load = arrivals(subject.load("decode"), users)
     setting = Setting.of(**subject.base.values | {"overlap": overlap})
     with steady(subject.speculator, setting, load, rounds) as engine:
         host = host_us(engine.step, rounds)
+        assert engine.unfinished == users, "a request ended while the host was timed: ask for fewer rounds"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         steps = trace(subject.speculator, setting, load, file, steps=rounds)

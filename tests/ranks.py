@@ -54,7 +54,7 @@ def on_ranks(
         within: seconds; a process that takes longer is killed, and fails the test.
         backend: of the group; with "nccl" each rank has the GPU of its number.
     """
-    # What is loaded beforehand may have asked for a device, and no process that is forked then can use it.
+    # The modules that the fork server loads may initialise CUDA. A process forked after that cannot use CUDA.
     context = _CONTEXT if backend == "gloo" else multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(count)]

@@ -24,12 +24,24 @@ def test_waiting_is_left_out() -> None:
     assert Event.synchronize is original
 
 
-def test_a_wait_that_fails_is_the_caller_s_error_and_leaves_the_event_as_it_was() -> None:
-    original = Event.synchronize
+def test_each_step_has_its_own_waits() -> None:
+    waits = iter([True, False, True])
+
+    def step() -> None:
+        time.sleep(0.01)
+        if next(waits):
+            Event().synchronize()
+
+    assert 10_000 <= host_us(step, 3, Event) < 50_000
+
+
+class Lost(Event):
+    def synchronize(self) -> None:
+        raise RuntimeError("the device was lost")
+
+
+def test_a_wait_that_fails_fails_the_step_and_leaves_the_event_as_it_was() -> None:
+    original = Lost.synchronize
     with pytest.raises(RuntimeError, match="lost"):
-        host_us(_fail, 3, Event)
-    assert Event.synchronize is original
-
-
-def _fail() -> None:
-    raise RuntimeError("the device was lost")
+        host_us(lambda: Lost().synchronize(), 3, Lost)
+    assert Lost.synchronize is original

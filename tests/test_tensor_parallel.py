@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from ranks import only_on, values
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 
 import piecewise_graph as pg
@@ -98,7 +102,7 @@ def _speculated(head: str | None, shard: bool = True) -> dict[str, Any]:
     answers = []
     for tp in (False, True):
         target = model(tp, "piecewise")
-        draft = None if head is None else load_draft(str(MODELS / f"byte-llama-{head}"), target, shard=shard)
+        draft = None if head is None else load_draft(head, target, shard=shard)
         shape = 0 if head is None else 3
         speculator = Speculator(target, draft, shapes=[shape, 0], max_requests=2, options=OPTIONS)
         pg.counters.clear()
@@ -131,12 +135,28 @@ def test_the_engine_gives_the_tokens_of_one_process(
     ranks: int, head: str | None, shard: bool, kv_heads: int
 ) -> None:
     """Its rounds are full graphs, each rank's attention reads the KV heads of the rank."""
-    answers = values(ranks, _speculated, head, shard, within=300.0)
+    answers = values(ranks, _speculated, head and str(MODELS / f"byte-llama-{head}"), shard, within=300.0)
     for found in answers:
         assert found["rows"] == kv_heads * HEAD_DIM and (found["accepted"] > 0) is (head is not None)
         assert found["same"] and found["planned"]
         assert found["counters"]["phase_captures"] > 0 and found["counters"]["phase_replays"] > 0
     assert len({found["plan"] for found in answers}) == 1  # made of the times of one rank
+
+
+@pytest.mark.slow
+def test_a_head_with_as_many_kv_heads_as_ranks_is_cut_and_accepts_the_same(tmp_path: Path) -> None:
+    """The repository's head, each KV head of it twice, is the same function with one KV head per rank."""
+    published = MODELS / "byte-llama-eagle1"
+    config = json.loads((published / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
+    tensors = load_file(published / "model.safetensors")
+    for name in ("k_proj", "v_proj"):
+        weight = tensors[f"layers.0.self_attn.{name}.weight"].unflatten(0, (2, HEAD_DIM))
+        tensors[f"layers.0.self_attn.{name}.weight"] = weight.repeat_interleave(2, 0).flatten(0, 1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    for found in values(4, _speculated, str(tmp_path), within=300.0):
+        assert found["rows"] == HEAD_DIM and found["accepted"] > 0
+        assert found["same"] and found["planned"]
 
 
 def _moved() -> str:
@@ -185,7 +205,19 @@ def _beside_fsdp() -> bool:
     return any(isinstance(weight, DTensor) for weight in draft.layers.parameters())
 
 
-def test_a_draft_is_whole_where_ranks_have_requests_of_their_own() -> None:
+def _beside_one_rank() -> bool:
+    target = model(tp=False)
+    mesh = init_device_mesh("cpu", (1,))
+    parallelize_module(target, mesh, {"model.layers.0.mlp.up_proj": ColwiseParallel()})
+    draft = load_draft(str(MODELS / "byte-llama-eagle1"), target)
+    return any(isinstance(weight, DTensor) for weight in draft.layers.parameters())
+
+
+def test_one_rank_has_nothing_to_cut() -> None:
+    assert values(1, _beside_one_rank) == [False]
+
+
+def test_a_draft_is_whole_beside_a_target_whose_ranks_gather_weights() -> None:
     assert values(2, _beside_fsdp) == [False, False]
 
 

@@ -86,7 +86,7 @@ def steady(speculator: Speculator, setting: Setting, load: Sequence[Arrival], st
 
 
 def _longest_prompt(speculator: Speculator, setting: Setting, steps: int) -> int:
-    """Tokens of it beside which `steps` steps have room."""
+    """Tokens of a prompt that leave room for `steps` steps."""
     tokens_per_round = 1 + max(shape.steps for shape in setting.shapes(page_size=1))
     return max(1, speculator.max_seq_len - (_SETTLE + _PROFILER_WARM_UP + steps) * tokens_per_round)
 

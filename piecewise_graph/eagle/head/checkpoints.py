@@ -38,7 +38,8 @@ def load_draft(
         dtype, device: of the head's own weights; None = the target's. The checkpoint's dtype does not matter.
         shard: beside a tensor-parallel target, a rank keeps its part of the layers; False = all of them.
             Left whole too: where KV heads or the MLP's columns do not divide evenly, on a mesh of several
-            dimensions, and under FSDP.
+            dimensions, under FSDP, and on another device than the target's. `save_draft` of a head that is
+            cut must be called by all ranks.
 
     Raises:
         EagleError: a file is missing or damaged; a tensor is missing, unknown or of the wrong shape; the head

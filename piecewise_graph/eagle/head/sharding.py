@@ -26,7 +26,10 @@ def shard_like(target: nn.Module, draft: DraftModel) -> None:
     Every rank has the same head, and cuts its own copy: nothing is exchanged.
     """
     mesh = _mesh_of(target)
-    if mesh is None or mesh.ndim != 1 or _has_other_data(target) or not _divides(draft, mesh.size()):
+    if mesh is None or mesh.ndim != 1 or mesh.size() == 1 or _is_gathered(target):
+        return
+    # Cutting would move the layers to the mesh's devices, and leave the rest where it was asked to be.
+    if draft.fc.weight.device.type not in (mesh.device_type, "meta") or not _divides(draft, mesh.size()):
         return
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -41,8 +44,8 @@ def _mesh_of(target: nn.Module) -> DeviceMesh | None:
     return next((mesh for mesh in found if mesh is not None), None)
 
 
-def _has_other_data(target: nn.Module) -> bool:
-    """Whether ranks of this target have requests of their own: FSDP cuts weights too, but not the work."""
+def _is_gathered(target: nn.Module) -> bool:
+    """Whether each rank gathers whole weights before it uses them: FSDP cuts weights, but not the work."""
     from torch.distributed.fsdp import FSDPModule
 
     return any(isinstance(module, FSDPModule) for module in target.modules())
