@@ -198,19 +198,22 @@ def test_a_draft_that_is_cut_over_ranks_is_saved_whole(tmp_path: Path) -> None:
     assert values(2, _saved, str(tmp_path)) == [True, True]
 
 
+def _cuts_its_head(target: Any) -> bool:
+    draft = load_draft(str(MODELS / "byte-llama-eagle1"), target)
+    return any(isinstance(weight, DTensor) for weight in draft.layers.parameters())
+
+
 def _beside_fsdp() -> bool:
     target = model(tp=False)
     torch.distributed.fsdp.fully_shard(target)
-    draft = load_draft(str(MODELS / "byte-llama-eagle1"), target)
-    return any(isinstance(weight, DTensor) for weight in draft.layers.parameters())
+    return _cuts_its_head(target)
 
 
 def _beside_one_rank() -> bool:
     target = model(tp=False)
     mesh = init_device_mesh("cpu", (1,))
     parallelize_module(target, mesh, {"model.layers.0.mlp.up_proj": ColwiseParallel()})
-    draft = load_draft(str(MODELS / "byte-llama-eagle1"), target)
-    return any(isinstance(weight, DTensor) for weight in draft.layers.parameters())
+    return _cuts_its_head(target)
 
 
 def test_one_rank_has_nothing_to_cut() -> None:
