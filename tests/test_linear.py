@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,12 @@ from linear_operands import DEVICE, DTYPES, EXAMPLES, TOLERANCE, operands
 from torch import Tensor
 
 from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig, linear_few
-from piecewise_graph.kernels.linear.kernel_configs import candidates, is_config, usual_config
+from piecewise_graph.kernels.linear.kernel_configs import (
+    SHARED_MEMORY,
+    candidates,
+    is_config,
+    usual_config,
+)
 
 
 @pytest.mark.slow
@@ -41,6 +47,7 @@ PLANS = st.builds(
     block_k=st.sampled_from([16, 64]),
     splits=st.sampled_from([1, 2, 4]),
     warps=st.just(4),
+    ahead=st.just(4),
     stages=st.sampled_from([1, 3]),
     parts=st.sampled_from([1, 2]),
 )
@@ -99,12 +106,37 @@ class TestKernels:
         return True
 
 
-@given(st.integers(1, 64), st.lists(st.integers(1, 4096), min_size=1, max_size=4), st.integers(1, 9000))
-def test_usual_blocks_divide_the_columns(tokens: int, rows: list[int], columns: int) -> None:
+@given(
+    st.integers(1, 64),
+    st.lists(st.integers(1, 4096), min_size=1, max_size=4),
+    st.integers(1, 9000),
+    st.booleans(),
+    st.integers(8, 200),
+)
+def test_usual_blocks_divide_the_columns(
+    tokens: int, rows: list[int], columns: int, gated: bool, processors: int
+) -> None:
     for wide in (columns, columns * 128):
-        config = usual_config(tokens, rows, wide)
-        assert config is None or (wide % config.block_k == 0 and config.splits == 1)
-    assert usual_config(tokens, [4096], columns * 512) is not None
+        config = usual_config(tokens, rows, wide, gated=gated, processors=processors)
+        assert config is None or wide % (config.block_k * config.parts) == 0
+        assert config is None or (config.splits == 1 and (config.block_n % 2 == 0 or not gated))
+    assert usual_config(tokens, [4096], columns * 512, gated=gated, processors=processors) is not None
+
+
+# Rows of weights, their columns, gated or not, of layers in models of 1 and of 8 billion weights.
+LAYERS = [
+    ([2048, 512, 512], 2048, False), ([2048], 2048, False), ([8192] * 2, 2048, True), ([2048], 8192, False),
+    ([4096, 1024, 1024], 4096, False), ([4096], 4096, False), ([14336] * 2, 4096, True),
+]  # fmt: skip
+
+
+def test_blocks_of_few_rows_fill_the_device_once() -> None:
+    for tokens in (4, 32):
+        for rows, columns, gated in LAYERS:
+            config = usual_config(tokens, rows, columns, gated=gated)
+            assert config is not None
+            blocks = sum(rows) / config.block_n
+            assert blocks <= 132 or sum(rows) > 128 * 132, (tokens, rows, config)
 
 
 @settings(max_examples=40)
@@ -135,33 +167,48 @@ def test_opcheck(plan: list[int]) -> None:
         torch.library.opcheck(torch.ops.piecewise.linears.default, (x, [weight, weight], [b, b]))
 
 
+def code_for_hopper(constants: tuple[Any, ...], **options: int) -> Any:
+    """The kernel compiled with these constexprs, which takes no GPU."""
+    triton = pytest.importorskip("triton")
+    from piecewise_graph.kernels.linear.linear_kernels import few_rows as kernel
+
+    named = dict(zip(kernel.arg_names[15:], constants, strict=True))
+    types = ["*bf16"] * 10 + ["i32"] * 5 + ["constexpr"] * len(named)
+    aligned = {(index,): [["tt.divisibility", 16]] for index in range(10)}
+    source = triton.compiler.ASTSource(
+        kernel, dict(zip(kernel.arg_names, types, strict=True)), constexprs=named, attrs=aligned
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options={"launch_pdl": True, **options})
+
+
 @pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    "blocks", [(2, 2048, 1, 1, 1), (2, 512, 4, 1, 1), (64, 128, 1, 1, 16), (16, 128, 1, 4, 32)]
+    "blocks", [(2, 2048, 1, 1, 4, 1), (2, 512, 4, 1, 4, 1), (64, 128, 1, 1, 4, 16), (16, 128, 1, 4, 16, 32)]
 )
 def test_dependent_kernels_wait_before_they_touch_memory(blocks: tuple[int, ...], gated: bool) -> None:
     """In code for Hopper, which compiles without one. Only lines of the weight are asked for before.
 
     And they read as many bytes at a time as there are: rows are aligned as the first one is.
     """
-    triton = pytest.importorskip("triton")
-    from piecewise_graph.kernels.linear.linear_kernels import few_rows as kernel
-
-    constants = dict(zip(kernel.arg_names[15:], (*blocks, True, False, gated, True), strict=True))
-    types = ["*bf16"] * 10 + ["i32"] * 5 + ["constexpr"] * len(constants)
-    aligned = {(index,): [["tt.divisibility", 16]] for index in range(10)}
-    source = triton.compiler.ASTSource(
-        kernel, dict(zip(kernel.arg_names, types, strict=True)), constexprs=constants, attrs=aligned
-    )
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    code = triton.compile(source, target=target, options={"launch_pdl": True}).asm["ptx"]
+    code = code_for_hopper((*blocks, True, False, gated, True)).asm["ptx"]
     wide = r"ld\.global\S*evict_first\S*\.v4\.b32" if blocks[-1] == 1 else r"cp\.async\.cg"
     assert re.search(wide, code) and not re.search(r"ld\.global\S*\.b16", code)
     touches = min(found.start() for found in re.finditer(r"(ld|st)\.global|cp\.async", code))
     wait = code.find("griddepcontrol.wait")
     assert 0 < code.find("prefetch.global.L2") < wait < touches
     assert 0 < code.find("griddepcontrol.launch_dependents") < wait
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+def test_usual_blocks_fit_the_shared_memory_that_is_asked_for(tokens: int) -> None:
+    found = {usual_config(tokens, rows, columns, gated=gated) for rows, columns, gated in LAYERS}
+    for config in filter(None, found):
+        constants = (*config[:3], config.parts, config.ahead, tokens, True, False, False, True)
+        made = code_for_hopper(constants, num_warps=config.warps, num_stages=config.stages)
+        assert made.metadata.shared <= SHARED_MEMORY, config
 
 
 @given(st.integers(1, 100), st.integers(1, 5000), st.integers(1, 20000))

@@ -16,11 +16,13 @@ import torch
 from flashinfer.xqa import get_xqa_module, xqa
 from torch import Tensor
 
+from piecewise_graph.kernels.launch import multiprocessors
+
 from ..kv_cache import to_device
 from .batch import AttentionBatch
 from .call import AttentionCall
 from .kv_write import give_back, rows_of, write_kv, zero_padding
-from .modes import Mode, multiprocessors
+from .modes import Mode
 
 # Query heads times rows that one block of XQA's verify kernel serves.
 _TILE = 32

@@ -98,9 +98,3 @@ class Mode:
 def compute_capability(device: torch.device) -> int:
     """The major number."""
     return torch.cuda.get_device_capability(device)[0]
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many there are; 8 in Triton's interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

@@ -21,14 +21,22 @@ import torch
 import triton
 from torch import Tensor
 
-from piecewise_graph.kernels.launch import Enqueue, Grid, Launcher, address, dependent_launches, interpreted
+from piecewise_graph.kernels.launch import (
+    Enqueue,
+    Grid,
+    Launcher,
+    address,
+    dependent_launches,
+    interpreted,
+    multiprocessors,
+)
 
 from ..errors import AttentionError
 from ..kv_cache import PagedKVCache
 from .attention_kernels import attend_kernel
 from .batch import AttentionBatch
 from .call import AttentionCall, Traits
-from .modes import Mode, multiprocessors
+from .modes import Mode
 from .tiling import TiledBatch, Tiling, tile_batch
 
 _LOG2_E = math.log2(math.e)

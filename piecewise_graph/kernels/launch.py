@@ -152,6 +152,12 @@ def dependent_launches(device: torch.device) -> bool:
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    """How many there are; 8 in Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@cache
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
     try:

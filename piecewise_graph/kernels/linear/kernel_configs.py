@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_TOKENS = 64
+PROCESSORS = 132  # of an H100 or H200
 SHARED_MEMORY = 172032  # bytes that the blocks of `usual_config` take at most; Hopper has 232448
 
 
@@ -19,6 +20,7 @@ class KernelConfig(NamedTuple):
         warps: of 32 threads, per program.
         stages: loads in flight, of the kernel for several tokens.
         parts: of a step's columns, each for warps of its own; of the kernel for several tokens.
+        ahead: lines of each row that are asked for before the kernel waits for the one before.
     """
 
     block_n: int
@@ -27,6 +29,7 @@ class KernelConfig(NamedTuple):
     warps: int
     stages: int
     parts: int = 1
+    ahead: int = 4
 
     @property
     def name(self) -> str:
@@ -38,10 +41,12 @@ _ONE_ROW = [KernelConfig(1, k, 1, warps, 1) for k in (2048, 1024) for warps in (
 _ONE_ROW += [KernelConfig(2, k, 1, 4, 1) for k in (1024, 512)]
 _ONE_ROW += [KernelConfig(4, k, 1, warps, 1) for k, warps in ((512, 4), (1024, 8))]
 _ONE_ROW += [KernelConfig(1, 512, splits, warps, 1) for splits, warps in ((1, 4), (4, 4))]
-_ONE_ROW += [KernelConfig(4, 512, 4, 4, 1)]
+_ONE_ROW += [KernelConfig(4, 512, 4, 4, 1), KernelConfig(4, 2048, 1, 4, 1, ahead=16)]
 _FEW_ROWS = [KernelConfig(64, 128, splits, 4, s) for splits, s in ((1, 3), (1, 5), (2, 5), (4, 3), (4, 5))]
 _FEW_ROWS += [KernelConfig(128, 128, *rest) for rest in ((1, 8, 3), (1, 4, 5), (2, 4, 5))]
-_FEW_ROWS += [KernelConfig(64, 128, 1, 4, 7), KernelConfig(16, 128, 1, 4, 4, parts=4)]
+_FEW_ROWS += [KernelConfig(64, 128, 1, 4, 7), KernelConfig(128, 64, 1, 4, 7)]
+_FEW_ROWS += [KernelConfig(16, 128, 1, 4, s, parts=4, ahead=16) for s in (4, 5)]
+_FEW_ROWS += [KernelConfig(32, 128, 1, 4, 7, parts=2, ahead=16)]
 
 
 def candidates(tokens: int, rows: int, columns: int) -> list[KernelConfig]:
@@ -51,20 +56,43 @@ def candidates(tokens: int, rows: int, columns: int) -> list[KernelConfig]:
     return [c for c in fitting if c.splits == 1 or rows // c.block_n * c.splits <= 16384]
 
 
-def usual_config(tokens: int, rows: Sequence[int], columns: int) -> KernelConfig | None:
+def usual_config(
+    tokens: int, rows: Sequence[int], columns: int, *, gated: bool = False, processors: int = PROCESSORS
+) -> KernelConfig | None:
     """What is fastest for weights `[rows[i], columns]`, as measured on Hopper; None: the library's kernel.
 
-    Blocks divide the columns, and there are enough of them to occupy the device.
+    Measured were the four launches of a layer in turn, as a decode step has them, in shapes from 0.6 to 8
+    billion weights (bench_linears). Blocks divide the columns. Few rows are cut such that their blocks fill
+    the device about once: what is left for a second round would have most of it idle.
+
+    Args:
+        gated: the weights are those of a SwiGLU.
+        processors: multiprocessors of the device.
     """
-    if tokens == 1 and min(rows) > 1 and columns % 512 == 0:
-        if columns >= 8192 and columns % 2048 == 0:
-            return KernelConfig(2, 2048, 1, 8, 1)
-        return KernelConfig(2, 1024 if columns % 1024 == 0 else 512, 1, 4, 1)
+    if tokens == 1:
+        return _of_one_row(rows, columns, processors)
     if columns % 128 or sum(rows) < 512:
         return None
-    if sum(rows) <= 2560 and columns % 512 == 0 and tokens <= 32:
-        return KernelConfig(16, 128, 1, 4, 4, parts=4)
+    if gated:
+        if tokens <= 16 and sum(rows) > 128 * processors and columns % 512 == 0:
+            return KernelConfig(16, 128, 1, 4, 4, parts=4, ahead=16)
+        return KernelConfig(128, 64, 1, 4, 7 if tokens <= 32 else 5)
+    if sum(rows) <= 16 * processors and columns % 512 == 0 and tokens <= 32:
+        few = tokens <= 16
+        return KernelConfig(16, 128, 1, 4, 5 if few else 4, parts=4, ahead=16 if few else 4)
+    if 28 * processors <= sum(rows) <= 32 * processors and columns % 256 == 0 and tokens <= 16:
+        return KernelConfig(32, 128, 1, 4, 7, parts=2, ahead=16)
     return KernelConfig(64, 128, 1, 4, 7 if tokens <= 32 else 5)
+
+
+def _of_one_row(rows: Sequence[int], columns: int, processors: int) -> KernelConfig | None:
+    if min(rows) == 1 or columns % 512:
+        return None
+    if 8 * processors <= sum(rows) <= 16 * processors and columns % 2048 == 0:
+        return KernelConfig(4, 2048, 1, 4, 1, ahead=16)
+    if columns >= 8192 and columns % 2048 == 0:
+        return KernelConfig(2, 2048, 1, 8, 1)
+    return KernelConfig(2, 1024 if columns % 1024 == 0 else 512, 1, 4, 1)
 
 
 def is_config(text: str) -> bool:

@@ -22,7 +22,6 @@ import triton.language as tl
 from piecewise_graph.kernels.dependent import prefetch, start_dependent
 
 LINE = tl.constexpr(64)  # elements of 16 bits in a line of the cache
-AHEAD = tl.constexpr(4)  # lines of each row that are asked for before the wait
 
 
 @triton.jit
@@ -72,9 +71,9 @@ def _block(
 
 
 @triton.jit
-def _prefetch_and_wait(row, first, columns, DEPENDENT: tl.constexpr):
+def _prefetch_and_wait(row, first, columns, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):
     """Note [Weight first]: of rows `row`, from column `first` on."""
-    if DEPENDENT:
+    if DEPENDENT and AHEAD:
         k = tl.minimum(first + tl.arange(0, AHEAD) * LINE, columns - 1)
         prefetch(row[:, None] + k[None, :])
     start_dependent(DEPENDENT)
@@ -191,6 +190,7 @@ def few_rows(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
+    AHEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -215,7 +215,7 @@ def few_rows(
         w0, w1, w2, b0, b1, b2, out0, out1, out2, rows0, rows1, rows2, columns, BLOCK_N, GATED
     )
     first = split * part
-    _prefetch_and_wait(row, first, columns, DEPENDENT)
+    _prefetch_and_wait(row, first, columns, AHEAD, DEPENDENT)
     if TOKENS == 1:
         total = _of_one_row(x, row, first, part, columns, BLOCK_N, BLOCK_K, EVEN)
     else:

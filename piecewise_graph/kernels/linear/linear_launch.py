@@ -98,7 +98,7 @@ def _variant(
     even = columns % (config.block_k * config.parts * config.splits) == 0
     dependent = dependent_launches(device)
     constants = (
-        config.block_n, config.block_k, config.splits, config.parts,
+        config.block_n, config.block_k, config.splits, config.parts, config.ahead,
         1 if tokens == 1 else max(16, 1 << (tokens - 1).bit_length()),
         even, has_bias, gated, dependent,
     )  # fmt: skip

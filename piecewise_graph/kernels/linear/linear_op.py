@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from piecewise_graph.kernels.launch import dependent_launches, interpreted, kernels_serve
+from piecewise_graph.kernels.launch import dependent_launches, interpreted, kernels_serve, multiprocessors
 from piecewise_graph.kernels.linear import linear_launch
 from piecewise_graph.kernels.linear.kernel_configs import (
     MAX_TOKENS,
@@ -101,7 +101,9 @@ def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> l
     return linear_launch.linears_few(x, weights, biases, config)
 
 
-def _config(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> KernelConfig | None:
+def _config(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], gated: bool = False
+) -> KernelConfig | None:
     """Blocks for operands that our kernels read. Whatever else there is, torch computes or refuses it."""
     columns = x.shape[-1] if x.dim() else 0
     if not _serves(x) or not columns or not 0 < x.numel() <= MAX_TOKENS * columns:
@@ -114,7 +116,13 @@ def _config(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Ke
         if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
             return None
         rows.append(weight.shape[0])
-    return usual_config(x.numel() // columns, rows, columns)
+    return _usual(x.device, x.numel() // columns, rows, columns, gated)
+
+
+def _usual(
+    device: torch.device, tokens: int, rows: Sequence[int], columns: int, gated: bool
+) -> KernelConfig | None:
+    return usual_config(tokens, rows, columns, gated=gated, processors=multiprocessors(device))
 
 
 def compile_ahead(
@@ -130,7 +138,7 @@ def compile_ahead(
     if not _serves(like):
         return
     for tokens in sizes:
-        config = usual_config(tokens, rows, columns) if 0 < tokens <= MAX_TOKENS else None
+        config = _usual(like.device, tokens, rows, columns, gated) if 0 < tokens <= MAX_TOKENS else None
         if config is not None:
             linear_launch.compile_ahead(config, like, tokens, columns, has_bias, gated)
 
@@ -175,7 +183,7 @@ def swiglu(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 
 def _swiglu(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
     gate, up = weights
-    config = _config(x, weights, biases) if gate.shape == up.shape else None
+    config = _config(x, weights, biases, True) if gate.shape == up.shape else None
     if config is not None:
         return linear_launch.swiglu_few(x, weights, biases, config)
     gate, up = (functional.linear(x, *operands) for operands in zip(weights, biases, strict=True))
