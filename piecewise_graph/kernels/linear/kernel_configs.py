@@ -69,8 +69,8 @@ def usual_config(
         gated: the weights are those of a SwiGLU.
         processors: multiprocessors of the device.
     """
-    if tokens == 1:
-        return _of_one_row(rows, columns, processors)
+    if tokens == 1 and min(rows) > 1 and columns % 512 == 0:
+        return _of_one_row(sum(rows), columns, processors)
     if columns % 128 or sum(rows) < 512:
         return None
     if gated:
@@ -85,10 +85,8 @@ def usual_config(
     return KernelConfig(64, 128, 1, 4, 7 if tokens <= 32 else 5)
 
 
-def _of_one_row(rows: Sequence[int], columns: int, processors: int) -> KernelConfig | None:
-    if min(rows) == 1 or columns % 512:
-        return None
-    if 8 * processors <= sum(rows) <= 16 * processors and columns % 2048 == 0:
+def _of_one_row(rows: int, columns: int, processors: int) -> KernelConfig:
+    if 8 * processors <= rows <= 16 * processors and columns % 2048 == 0:
         return KernelConfig(4, 2048, 1, 4, 1, ahead=16)
     if columns >= 8192 and columns % 2048 == 0:
         return KernelConfig(2, 2048, 1, 8, 1)
