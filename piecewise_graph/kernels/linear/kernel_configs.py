@@ -74,8 +74,6 @@ def usual_config(
     if columns % 128 or sum(rows) < 512:
         return None
     if gated:
-        if tokens <= 16 and sum(rows) > 128 * processors and columns % 512 == 0:
-            return KernelConfig(16, 128, 1, 4, 4, parts=4, ahead=16)
         return KernelConfig(128, 64, 1, 4, 7 if tokens <= 32 else 5)
     if sum(rows) <= 16 * processors and columns % 512 == 0 and tokens <= 32:
         few = tokens <= 16
