@@ -3,8 +3,8 @@
     python -m benchmarks.bench_linears
 
 A layer has four launches: q, k and v, the attention's output, gate and up, down. They run in turn over
-several layers in one captured graph, so each kernel starts while the one before it ends, and no weight is left
-in the cache. One of the four is given other blocks at a time. Random bf16 weights; no norms and no attention.
+several layers in one captured graph, so each kernel starts while the one before it ends, and no weight is
+left in the cache. One of the four is given other blocks at a time. Weights are random, in bf16.
 """
 
 from __future__ import annotations

@@ -29,6 +29,27 @@ def test_capture() -> None:
     assert row["capture_s"] == 2.0 and row["turns_s"] == [3.0, 1.0, 2.0]
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 32, 64])
+def test_linears(tokens: int) -> None:
+    """Needs a GPU for its times. What it compares is known without one."""
+    benchmark = importlib.import_module("benchmarks.bench_linears")
+    sizes = {"q k v": (2048, 512, 512), "o": (2048,), "gate up": (8192, 8192), "down": (2048,)}
+    layer = {
+        part: [torch.empty(n, 8192 if part == "down" else 2048, device="meta") for n in rows]
+        for part, rows in sizes.items()
+    }
+    known, tried = benchmark.usual(layer, tokens), list(benchmark.others(tokens))
+    assert list(known) == list(sizes) and len(set(tried)) == len(tried) > 4
+    found = [
+        {"shape": "1b", "tokens": tokens, "launch": launch, "blocks": "", "us": us}
+        for launch, us in (("all", 3.0), ("o", 2.0), ("down", 4.0))
+    ]
+    row, mark = benchmark.summary(found, floor_us=1.0)
+    assert (row["changed"], row["best_us"], mark.value) == ("o", 2.0, 1.5)
+    with pytest.raises(SystemExit, match="no GPU"):
+        benchmark.main(["--tokens", str(tokens)])
+
+
 def test_trust(tmp_path: Path) -> None:
     benchmark, out = importlib.import_module("benchmarks.bench_trust"), tmp_path / "out.json"
     options = ["--programs", "2", "--jobs", "1", "--no-ops", "--no-faults"]
