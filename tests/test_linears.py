@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import piecewise_graph as pg
-from piecewise_graph.kernels.linear import MAX_TOKENS, linears, swiglu
+from piecewise_graph.kernels.linear import MAX_TOKENS, linear_op, linears, swiglu
 
 
 @pytest.mark.slow
@@ -52,15 +53,19 @@ class TestChoosing:
         st.booleans(),
         st.sampled_from([*DTYPES, torch.float32]),
         st.integers(0, 2),
+        st.sampled_from([8, 132]),
     )
     def test_they_are_linears(
-        self, tokens: int, rows: list[int], columns: int, bias: bool, dtype: torch.dtype, form: int
-    ) -> None:
+        self, tokens: int, rows: list[int], columns: int, bias: bool, dtype: torch.dtype, form: int,
+        processors: int,
+    ) -> None:  # fmt: skip
+        """On devices with few multiprocessors and with many: blocks are cut such that they fill them."""
         x = in_form(form, operands(tokens, 1, columns, dtype)[0])
         weights, biases = zip(
             *(operands(1, n, columns, dtype, seed)[1:] for seed, n in enumerate(rows)), strict=True
         )
-        found = linears(x, weights, biases if bias else [None] * len(rows))
+        with patch.object(linear_op, "multiprocessors", lambda device: processors):
+            found = linears(x, weights, biases if bias else [None] * len(rows))
         for got, weight, b in zip(found, weights, biases, strict=True):
             expected = functional.linear(x.double(), weight.double(), b.double() if bias else None)
             assert got.dtype == dtype and got.is_contiguous() and got.shape == expected.shape
