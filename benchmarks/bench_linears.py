@@ -29,8 +29,9 @@ from benchmarks.common import (
     write,
 )
 from benchmarks.llama import SHAPES, Shape
+from piecewise_graph.kernels.launch import multiprocessors
 from piecewise_graph.kernels.linear import linear_launch
-from piecewise_graph.kernels.linear.kernel_configs import KernelConfig, usual_config
+from piecewise_graph.kernels.linear.kernel_configs import SHARED_MEMORY, KernelConfig, usual_config
 
 _PARTS = ("q k v", "o", "gate up", "down")
 _WEIGHTS = 2**30  # bytes of all layers at least: many times what the cache holds
@@ -61,11 +62,11 @@ def layers(shape: Shape) -> list[Layer]:
     ]
 
 
-def usual(layer: Layer, tokens: int) -> dict[str, KernelConfig]:
+def usual(layer: Layer, tokens: int, processors: int) -> dict[str, KernelConfig]:
     found = {}
     for part in _PARTS:
         rows, columns = [len(weight) for weight in layer[part]], layer[part][0].shape[1]
-        config = usual_config(tokens, rows, columns, gated=part == "gate up")
+        config = usual_config(tokens, rows, columns, gated=part == "gate up", processors=processors)
         if config is None:
             raise SystemExit(f"{part}: {rows} rows of {columns} columns are left to cuBLAS.")
         found[part] = config
@@ -78,13 +79,20 @@ def others(tokens: int) -> Iterator[KernelConfig]:
             yield KernelConfig(rows, columns, 1, warps, 1, ahead=16 if rows == 4 else 4)
         return
     for stages in (4, 5, 7):
-        yield KernelConfig(128, 64, 1, 4, stages)
-        if stages * (64 + max(tokens, 16)) <= 7 * 96:  # what shared memory holds; so below
-            yield KernelConfig(64, 128, 1, 4, stages)
-        if stages * (32 + max(tokens, 16)) <= 7 * 48:
-            yield KernelConfig(32, 128, 1, 4, stages, parts=2, ahead=16)
-        if stages * (16 + max(tokens, 16)) <= 5 * 32 + 48:
-            yield KernelConfig(16, 128, 1, 4, stages, parts=4, ahead=16)
+        forms = (
+            KernelConfig(64, 128, 1, 4, stages),
+            KernelConfig(128, 64, 1, 4, stages),
+            KernelConfig(32, 128, 1, 4, stages, parts=2, ahead=16),
+            KernelConfig(16, 128, 1, 4, stages, parts=4, ahead=16),
+        )
+        yield from (config for config in forms if shared_memory(config, tokens) <= SHARED_MEMORY)
+
+
+def shared_memory(config: KernelConfig, tokens: int) -> int:
+    """Bytes of the tiles that are in flight, of weight and input; of products in parts it is one less."""
+    padded = max(16, 1 << (tokens - 1).bit_length())
+    tile = config.parts * config.block_k * (config.block_n + padded) * 2
+    return tile * (config.stages - (config.parts > 1))
 
 
 def step(x: Tensor, weights: list[Layer], configs: Configs) -> Tensor:
@@ -114,7 +122,8 @@ def compile_ahead(weights: Layer, tokens: int, given: list[KernelConfig]) -> Non
 
 def bench(name: str, tokens: int, weights: list[Layer], rounds: int) -> list[dict[str, Any]]:
     """One row per launch and its blocks; the first one has the usual blocks everywhere."""
-    known, tried = usual(weights[0], tokens), list(others(tokens))
+    known = usual(weights[0], tokens, multiprocessors(torch.device("cuda")))
+    tried = list(others(tokens))
     compile_ahead(weights[0], tokens, [*known.values(), *tried])
     x = torch.randn(tokens, weights[0]["down"][0].shape[0], device="cuda", dtype=torch.bfloat16)
     choices = {("all", "usual"): known}

@@ -38,7 +38,7 @@ def test_linears(tokens: int) -> None:
         part: [torch.empty(n, 8192 if part == "down" else 2048, device="meta") for n in rows]
         for part, rows in sizes.items()
     }
-    known, tried = benchmark.usual(layer, tokens), list(benchmark.others(tokens))
+    known, tried = benchmark.usual(layer, tokens, 132), list(benchmark.others(tokens))
     assert list(known) == list(sizes) and len(set(tried)) == len(tried) > 4
     found = [
         {"shape": "1b", "tokens": tokens, "launch": launch, "blocks": "", "us": us}

@@ -48,7 +48,7 @@ def accepted(generator: random.Random, shape: DraftShape, rate: float) -> int:
 
 
 def simulate(
-    planner: Planner, rate: float, tokens: int, scale: float = 1.0
+    planner: Planner, rate: float, tokens: int, scale: float = 1.0, catch_up: float = CATCH_UP
 ) -> tuple[float, list[DraftShape]]:
     """(seconds for so many tokens of each request, shapes that ran)."""
     generator = random.Random(0)
@@ -58,7 +58,7 @@ def simulate(
         length = accepted(generator, shape, rate)
         planner.observe(shape, [length])
         behind = shape.steps and ran and not ran[-1].steps
-        spent += sum(phases(shape, scale).values()) + CATCH_UP * bool(behind)
+        spent += sum(phases(shape, scale).values()) + catch_up * bool(behind)
         ran.append(shape)
         made += length
     return spent, ran
@@ -91,6 +91,15 @@ def test_draft_that_is_always_wrong_costs_less_than_two_percent(
     assert spent <= 1.02 * plain
 
 
+def test_draft_that_stays_bad_costs_less_than_one_percent_once_that_is_known() -> None:
+    """With many requests too, whose missed tokens take as long as 20 rounds to read."""
+    planner, plain = planner_for([PLAIN, DraftShape(3)]), sum(phases(PLAIN).values())
+    simulate(planner, 0.0, tokens=PROBE_AT_LEAST_EVERY)
+    tokens = 4 * PROBE_AT_LEAST_EVERY
+    spent, _ = simulate(planner, 0.0, tokens, catch_up=20 * plain)
+    assert spent <= 1.01 * tokens * plain
+
+
 def test_draft_that_stays_bad_is_looked_at_ever_more_seldom() -> None:
     _, ran = simulate(planner_for([PLAIN, DraftShape(3)]), 0.0, tokens=6 * PROBE_AT_LEAST_EVERY)
     probes = [index for index, shape in enumerate(ran) if shape.steps and index >= PROBE_EVERY // 2]
@@ -98,7 +107,6 @@ def test_draft_that_stays_bad_is_looked_at_ever_more_seldom() -> None:
     wanted = [min(2**n * PROBE_EVERY, PROBE_AT_LEAST_EVERY) for n in range(1, len(gaps) + 1)]
     assert all(abs(gap - w) <= REPLAN_EVERY for gap, w in zip(gaps, wanted, strict=True))
     assert wanted.count(PROBE_AT_LEAST_EVERY) >= 3
-    assert 0.01 * PROBE_AT_LEAST_EVERY >= 20  # rounds' time that a probe takes at most
 
 
 def test_draft_that_becomes_good_is_found_by_probing() -> None:
@@ -106,7 +114,8 @@ def test_draft_that_becomes_good_is_found_by_probing() -> None:
     simulate(planner, 0.0, tokens=1000)
     assert planner.choose((1,)).shape == PLAIN
     _, ran = simulate(planner, 0.95, tokens=8000)
-    assert next(index for index, shape in enumerate(ran) if shape.steps) <= PROBE_AT_LEAST_EVERY
+    waited = 16 * PROBE_EVERY  # what four failed probes lead to
+    assert next(index for index, shape in enumerate(ran) if shape.steps) <= waited
     assert ran.count(DraftShape(3)) > len(ran) / 2
 
 

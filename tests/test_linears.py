@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import piecewise_graph as pg
 from piecewise_graph.kernels.linear import MAX_TOKENS, linear_op, linears, swiglu
+from piecewise_graph.kernels.linear.kernel_configs import usual_config
 
 
 @pytest.mark.slow
@@ -72,6 +73,38 @@ class TestChoosing:
             torch.testing.assert_close(
                 got.double(), expected, rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype]
             )
+
+    @pytest.mark.parametrize("tokens", [1, 4, 20])
+    @pytest.mark.parametrize("gated", [False, True])
+    @pytest.mark.parametrize("rows, columns", [(256, 512), (512, 256), (512, 2048)])
+    @pytest.mark.parametrize("processors", [20, 40, 70])
+    def test_blocks_of_every_rule(
+        self, tokens: int, gated: bool, rows: int, columns: int, processors: int
+    ) -> None:
+        x, weight, bias = operands(tokens, rows, columns, DTYPES[1])
+        _, other, _ = operands(1, rows, columns, DTYPES[1], 1)
+        wide = [functional.linear(x.double(), w.double(), bias.double()) for w in (weight, other)]
+        with patch.object(linear_op, "multiprocessors", lambda device: processors):
+            if gated:
+                found = [swiglu(x, [weight, other], [bias, bias])]
+                wide = [functional.silu(wide[0]) * wide[1]]
+            else:
+                found = linears(x, [weight, other], [bias, bias])
+        for got, expected in zip(found, wide, strict=True):
+            torch.testing.assert_close(got.double(), expected, rtol=4e-3, atol=1.2e-2)
+
+    def test_which_rules_these_are(self) -> None:
+        cases = [(256, 512), (512, 256), (512, 2048)]
+        found = {
+            usual_config(tokens, [rows, rows], columns, gated=gated, processors=processors)
+            for tokens in (1, 4, 20)
+            for gated in (False, True)
+            for rows, columns in cases
+            for processors in (20, 40, 70)
+        }
+        blocks = {(config.block_n, config.parts, config.stages) for config in found if config is not None}
+        one_row, in_parts = {(2, 1, 1), (4, 1, 1)}, {(16, 4, 5), (16, 4, 4), (32, 2, 7)}
+        assert blocks == one_row | in_parts | {(64, 1, 7), (128, 1, 7)}
 
     @EXAMPLES
     @given(

@@ -20,7 +20,7 @@ class KernelConfig(NamedTuple):
         warps: of 32 threads, per program.
         stages: loads in flight, of the kernel for several tokens.
         parts: of a step's columns, each for warps of its own; of the kernel for several tokens.
-        ahead: lines of each row that are asked for before the kernel waits for the one before.
+        ahead: lines of each row that are asked for before the kernel waits for the one before; a power of 2.
     """
 
     block_n: int
@@ -46,6 +46,7 @@ _FEW_ROWS = [KernelConfig(64, 128, splits, 4, s) for splits, s in ((1, 3), (1, 5
 _FEW_ROWS += [KernelConfig(128, 128, *rest) for rest in ((1, 8, 3), (1, 4, 5), (2, 4, 5))]
 _FEW_ROWS += [KernelConfig(64, 128, 1, 4, 7), KernelConfig(128, 64, 1, 4, 7)]
 _FEW_ROWS += [KernelConfig(16, 128, 1, 4, s, parts=4, ahead=16) for s in (4, 5)]
+_FEW_ROWS += [KernelConfig(16, 128, 1, 4, 4, parts=4)]
 _FEW_ROWS += [KernelConfig(32, 128, 1, 4, 7, parts=2, ahead=16)]
 
 
@@ -61,24 +62,25 @@ def usual_config(
 ) -> KernelConfig | None:
     """What is fastest for weights `[rows[i], columns]`, as measured on Hopper; None: the library's kernel.
 
-    Measured were the four launches of a layer in turn, as a decode step has them, in shapes from 0.6 to 8
-    billion weights (bench_linears). Blocks divide the columns. Few rows are cut such that their blocks fill
-    the device about once: what is left for a second round would have most of it idle.
+    Measured were the four launches of a layer in turn, as a decode step has them, for a Llama-3.2-1B and a
+    Llama-3-8B on 132 multiprocessors (bench_linears). Blocks divide the columns. Rows that blocks of 64 would
+    leave half of the device without get smaller blocks, where one round of those is enough: a second round
+    would leave most of the device idle.
 
     Args:
         gated: the weights are those of a SwiGLU.
-        processors: multiprocessors of the device.
+        processors: multiprocessors of the device. With other counts the rules are not measured.
     """
     if tokens == 1 and min(rows) > 1 and columns % 512 == 0:
         return _of_one_row(sum(rows), columns, processors)
     if columns % 128 or sum(rows) < 512:
         return None
-    if gated:
+    if gated and sum(rows) >= 32 * processors:
         return KernelConfig(128, 64, 1, 4, 7 if tokens <= 32 else 5)
     if sum(rows) <= 16 * processors and columns % 512 == 0 and tokens <= 32:
         few = tokens <= 16
         return KernelConfig(16, 128, 1, 4, 5 if few else 4, parts=4, ahead=16 if few else 4)
-    if 28 * processors <= sum(rows) <= 32 * processors and columns % 256 == 0 and tokens <= 16:
+    if 24 * processors <= sum(rows) <= 32 * processors and columns % 256 == 0 and tokens <= 16:
         return KernelConfig(32, 128, 1, 4, 7, parts=2, ahead=16)
     return KernelConfig(64, 128, 1, 4, 7 if tokens <= 32 else 5)
 

@@ -73,7 +73,7 @@ def _block(
 @triton.jit
 def _prefetch_and_wait(row, first, columns, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):
     """Note [Weight first]: of rows `row`, from column `first` on."""
-    if DEPENDENT and AHEAD:
+    if DEPENDENT:
         k = tl.minimum(first + tl.arange(0, AHEAD) * LINE, columns - 1)
         prefetch(row[:, None] + k[None, :])
     start_dependent(DEPENDENT)
