@@ -29,6 +29,16 @@ def in_form(form: int, x: Tensor) -> Tensor:
     return (x, x[None], torch.stack([x, x], 1)[:, 0])[form]
 
 
+# Rows of x, gated or not, rows and columns of two weights, and multiprocessors: each rule has some.
+RULES = [
+    (tokens, gated, *weight, processors)
+    for tokens in (1, 4, 20)
+    for gated in (False, True)
+    for weight in ((256, 512), (512, 256), (512, 2048))
+    for processors in (20, 40, 70)
+]
+
+
 class TestChoosing:
     pytestmark = needs_kernels
 
@@ -74,10 +84,7 @@ class TestChoosing:
                 got.double(), expected, rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype]
             )
 
-    @pytest.mark.parametrize("tokens", [1, 4, 20])
-    @pytest.mark.parametrize("gated", [False, True])
-    @pytest.mark.parametrize("rows, columns", [(256, 512), (512, 256), (512, 2048)])
-    @pytest.mark.parametrize("processors", [20, 40, 70])
+    @pytest.mark.parametrize("tokens, gated, rows, columns, processors", RULES)
     def test_blocks_of_every_rule(
         self, tokens: int, gated: bool, rows: int, columns: int, processors: int
     ) -> None:
@@ -94,13 +101,9 @@ class TestChoosing:
             torch.testing.assert_close(got.double(), expected, rtol=4e-3, atol=1.2e-2)
 
     def test_which_rules_these_are(self) -> None:
-        cases = [(256, 512), (512, 256), (512, 2048)]
         found = {
             usual_config(tokens, [rows, rows], columns, gated=gated, processors=processors)
-            for tokens in (1, 4, 20)
-            for gated in (False, True)
-            for rows, columns in cases
-            for processors in (20, 40, 70)
+            for tokens, gated, rows, columns, processors in RULES
         }
         blocks = {(config.block_n, config.parts, config.stages) for config in found if config is not None}
         one_row, in_parts = {(2, 1, 1), (4, 1, 1)}, {(16, 4, 5), (16, 4, 4), (32, 2, 7)}
