@@ -4,7 +4,8 @@
 
 A layer has four launches: q, k and v, the attention's output, gate and up, down. They run in turn over
 several layers in one captured graph, so each kernel starts while the one before it ends, and no weight is
-left in the cache. One of the four is given other blocks at a time. Weights are random, in bf16.
+left in the cache. One of the four is given other blocks, or cuBLAS, at a time. Weights are random, in bf16.
+Layers are those of public decoders; "llama-3-8b-half" is what one of two tensor-parallel ranks has.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.common import (
     RESULTS,
@@ -28,7 +30,7 @@ from benchmarks.common import (
     without_out,
     write,
 )
-from benchmarks.llama import SHAPES, Shape
+from benchmarks.llama import SHAPES
 from piecewise_graph.kernels.launch import multiprocessors
 from piecewise_graph.kernels.linear import linear_launch
 from piecewise_graph.kernels.linear.kernel_configs import SHARED_MEMORY, KernelConfig, usual_config
@@ -36,13 +38,38 @@ from piecewise_graph.kernels.linear.kernel_configs import SHARED_MEMORY, KernelC
 _PARTS = ("q k v", "o", "gate up", "down")
 _WEIGHTS = 2**30  # bytes of all layers at least: many times what the cache holds
 _FASTER = 1.03  # the usual blocks over the best ones, one launch changed
+_LIBRARY = "cuBLAS"
+
+
+def _decoder(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int = 0) -> dict[str, int]:
+    return {
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head_dim or hidden // heads,
+    }  # fmt: skip
+
+
+_SIZES = {
+    "1b": SHAPES["1b"].config,
+    "8b": SHAPES["8b"].config,
+    "smollm2-360m": _decoder(960, 2560, 15, 5),
+    "gemma-3-1b": _decoder(1152, 6912, 4, 1, 256),
+    "qwen2.5-0.5b": _decoder(896, 4864, 14, 2),
+    "qwen2.5-1.5b": _decoder(1536, 8960, 12, 2),
+    "qwen2.5-3b": _decoder(2048, 11008, 16, 2),
+    "qwen2.5-7b": _decoder(3584, 18944, 28, 4),
+    "qwen3-4b": _decoder(2560, 9728, 32, 8, 128),
+    "gemma-2-2b": _decoder(2304, 9216, 8, 4, 256),
+    "phi-3-mini": _decoder(3072, 8192, 32, 32),
+    "llama-2-7b": _decoder(4096, 11008, 32, 32),
+    "qwen2.5-14b": _decoder(5120, 13824, 40, 8),
+    "llama-3-8b-half": _decoder(4096, 7168, 16, 4, 128),
+}
 
 Layer = Mapping[str, list[Tensor]]
-Configs = Mapping[str, KernelConfig]
+Configs = Mapping[str, KernelConfig | None]  # None: cuBLAS
 
 
-def layers(shape: Shape) -> list[Layer]:
-    config = shape.config
+def layers(config: Mapping[str, Any]) -> list[Layer]:
     hidden, wide, heads = (config[n] for n in ("hidden_size", "intermediate_size", "num_attention_heads"))
     each = config.get("head_dim", hidden // heads)
     rows, kv = heads * each, config.get("num_key_value_heads", 8) * each
@@ -62,21 +89,21 @@ def layers(shape: Shape) -> list[Layer]:
     ]
 
 
-def usual(layer: Layer, tokens: int, processors: int) -> dict[str, KernelConfig]:
+def usual(layer: Layer, tokens: int, processors: int) -> dict[str, KernelConfig | None]:
     found = {}
     for part in _PARTS:
         rows, columns = [len(weight) for weight in layer[part]], layer[part][0].shape[1]
-        config = usual_config(tokens, rows, columns, gated=part == "gate up", processors=processors)
-        if config is None:
-            raise SystemExit(f"{part}: {rows} rows of {columns} columns are left to cuBLAS.")
-        found[part] = config
+        found[part] = usual_config(tokens, rows, columns, gated=part == "gate up", processors=processors)
     return found
 
 
-def others(tokens: int) -> Iterator[KernelConfig]:
+def others(tokens: int) -> Iterator[KernelConfig | None]:
+    yield None
     if tokens == 1:
-        for rows, columns, warps in ((2, 512, 4), (2, 1024, 4), (2, 2048, 8), (4, 2048, 4), (8, 512, 4)):
-            yield KernelConfig(rows, columns, 1, warps, 1, ahead=16 if rows == 4 else 4)
+        for rows, columns, warps in (
+            (2, 512, 4), (2, 1024, 4), (2, 2048, 8), (4, 512, 4), (4, 1024, 4), (4, 2048, 4), (8, 512, 4),
+        ):  # fmt: skip
+            yield KernelConfig(rows, columns, 1, warps, 1, ahead=16 if columns == 2048 and rows == 4 else 4)
         return
     for stages in (4, 5, 7):
         forms = (
@@ -97,11 +124,25 @@ def shared_memory(config: KernelConfig, tokens: int) -> int:
 
 def step(x: Tensor, weights: list[Layer], configs: Configs) -> Tensor:
     for layer in weights:
-        q = linear_launch.linears_few(x, layer["q k v"], [None] * 3, configs["q k v"])[0]
-        hidden = linear_launch.linears_few(q, layer["o"], [None], configs["o"])[0]
-        wide = linear_launch.swiglu_few(hidden, layer["gate up"], [None] * 2, configs["gate up"])
-        x = linear_launch.linears_few(wide, layer["down"], [None], configs["down"])[0]
+        q = linears(x, layer["q k v"], configs["q k v"])[0]
+        hidden = linears(q, layer["o"], configs["o"])[0]
+        config, pair = configs["gate up"], layer["gate up"]
+        if config is None:
+            wide = linear_launch.silu_times(*linears(hidden, pair, None))
+        else:
+            wide = linear_launch.swiglu_few(hidden, pair, [None] * 2, config)
+        x = linears(wide, layer["down"], configs["down"])[0]
     return x
+
+
+def linears(x: Tensor, weights: list[Tensor], config: KernelConfig | None) -> list[Tensor]:
+    if config is None:
+        return [functional.linear(x, weight) for weight in weights]
+    return linear_launch.linears_few(x, weights, [None] * len(weights), config)
+
+
+def named(config: KernelConfig | None) -> str:
+    return _LIBRARY if config is None else config.name
 
 
 def captured(x: Tensor, weights: list[Layer], configs: Configs) -> Callable[[], None]:
@@ -113,10 +154,10 @@ def captured(x: Tensor, weights: list[Layer], configs: Configs) -> Callable[[], 
     return graph.replay
 
 
-def compile_ahead(weights: Layer, tokens: int, given: list[KernelConfig]) -> None:
+def compile_ahead(weights: Layer, tokens: int, given: list[KernelConfig | None]) -> None:
     for part in _PARTS:
         like, form = weights[part][0], (False, part == "gate up")
-        for config in given:
+        for config in filter(None, given):
             linear_launch.compile_ahead(config, like, tokens, like.shape[1], *form)
 
 
@@ -127,7 +168,7 @@ def bench(name: str, tokens: int, weights: list[Layer], rounds: int) -> list[dic
     compile_ahead(weights[0], tokens, [*known.values(), *tried])
     x = torch.randn(tokens, weights[0]["down"][0].shape[0], device="cuda", dtype=torch.bfloat16)
     choices = {("all", "usual"): known}
-    choices |= {(part, c.name): {**known, part: c} for part in _PARTS for c in tried if c != known[part]}
+    choices |= {(part, named(c)): {**known, part: c} for part in _PARTS for c in tried if c != known[part]}
     sides = {" | ".join(key): captured(x, weights, configs) for key, configs in choices.items()}
     times = alternate(sides, rounds=rounds, repeat=4)
     per_layer = 1e6 / len(weights)
@@ -136,7 +177,7 @@ def bench(name: str, tokens: int, weights: list[Layer], rounds: int) -> list[dic
             "shape": name, "tokens": tokens, "launch": part, "blocks": blocks,
             "us": timing.median * per_layer, "low_us": timing.low * per_layer,
             "high_us": timing.high * per_layer,
-            "usual": {each: config.name for each, config in known.items()} if part == "all" else None,
+            "usual": {each: named(config) for each, config in known.items()} if part == "all" else None,
         }
         for (part, blocks), timing in zip(choices, times.values(), strict=True)
     ]  # fmt: skip
@@ -155,9 +196,9 @@ def summary(found: list[dict[str, Any]], floor_us: float) -> tuple[dict[str, Any
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default="1b,8b", help="of " + ", ".join(SHAPES))
-    parser.add_argument("--tokens", default="1,4,16,32,64")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--shapes", default=",".join(_SIZES), help="of " + ", ".join(_SIZES))
+    parser.add_argument("--tokens", default="1,4,32,64")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_linears.json")
     options = parser.parse_args(given)
     if not torch.cuda.is_available():
@@ -167,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     bandwidth = read_bandwidth(torch.device("cuda"))
     for name in options.shapes.split(","):
         with on_own_stream():
-            weights = layers(SHAPES[name])
+            weights = layers(_SIZES[name])
             read = sum(weight.nbytes for part in weights[0].values() for weight in part)
             for tokens in map(int, options.tokens.split(",")):
                 found = bench(name, tokens, weights, options.rounds)

@@ -113,14 +113,14 @@ class TestKernels:
     st.booleans(),
     st.integers(8, 200),
 )
-def test_usual_blocks_divide_the_columns(
+def test_usual_blocks_are_for_aligned_columns(
     tokens: int, rows: list[int], columns: int, gated: bool, processors: int
 ) -> None:
-    for wide in (columns, columns * 128):
+    for wide in (columns, columns * 16):
         config = usual_config(tokens, rows, wide, gated=gated, processors=processors)
-        assert config is None or wide % (config.block_k * config.parts) == 0
-        assert config is None or (config.splits == 1 and (config.block_n % 2 == 0 or not gated))
-    assert usual_config(tokens, [4096], columns * 512, gated=gated, processors=processors) is not None
+        assert config is None or (wide % 16 == 0 and config.splits == 1)
+        assert config is None or config.block_n % 2 == 0 or not gated
+    assert usual_config(tokens, [4096], columns * 16 + 512, gated=gated, processors=processors) is not None
 
 
 # Rows of weights, their columns, gated or not, of layers in models of 1 and of 8 billion weights.
@@ -128,6 +128,13 @@ LAYERS = [
     ([2048, 512, 512], 2048, False), ([2048], 2048, False), ([8192] * 2, 2048, True), ([2048], 8192, False),
     ([4096, 1024, 1024], 4096, False), ([4096], 4096, False), ([14336] * 2, 4096, True),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("wide, blocks", [(8192, 128), (11008, 64), (14336, 128), (8960, 64), (6912, 128)])
+def test_blocks_of_a_swiglu_are_large_where_rounds_of_them_are_full(wide: int, blocks: int) -> None:
+    """128 rows in all but the models whose last round would have a multiprocessor in two or three idle."""
+    config = usual_config(4, [wide, wide], 2048, gated=True)
+    assert config is not None and config.block_n == blocks
 
 
 def test_blocks_of_few_rows_fill_the_device_in_one_round() -> None:
@@ -184,15 +191,19 @@ def code_for_hopper(constants: tuple[Any, ...], **options: int) -> Any:
 
 @pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
 @pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize(
     "blocks", [(2, 2048, 1, 1, 4, 1), (2, 512, 4, 1, 4, 1), (64, 128, 1, 1, 4, 16), (16, 128, 1, 4, 16, 32)]
 )
-def test_dependent_kernels_wait_before_they_touch_memory(blocks: tuple[int, ...], gated: bool) -> None:
+def test_dependent_kernels_wait_before_they_touch_memory(
+    blocks: tuple[int, ...], even: bool, gated: bool
+) -> None:
     """In code for Hopper, which compiles without one. Only lines of the weight are asked for before.
 
-    And they read as many bytes at a time as there are: rows are aligned as the first one is.
+    And they read as many bytes at a time as there are, also where blocks do not divide the columns: rows are
+    aligned as the first one is.
     """
-    code = code_for_hopper((*blocks, True, False, gated, True)).asm["ptx"]
+    code = code_for_hopper((*blocks, even, True, False, gated, True)).asm["ptx"]
     wide = r"ld\.global\S*evict_first\S*\.v4\.b32" if blocks[-1] == 1 else r"cp\.async\.cg"
     assert re.search(wide, code) and not re.search(r"ld\.global\S*\.b16", code)
     touches = min(found.start() for found in re.finditer(r"(ld|st)\.global|cp\.async", code))
@@ -211,7 +222,7 @@ def test_usual_blocks_fit_the_shared_memory_that_is_asked_for(tokens: int) -> No
     }
     for config, gated in found:
         assert config is not None
-        constants = (*config[:3], config.parts, config.ahead, tokens, True, True, gated, True)
+        constants = (*config[:3], config.parts, config.ahead, tokens, True, True, True, gated, True)
         made = code_for_hopper(constants, num_warps=config.warps, num_stages=config.stages)
         assert made.metadata.shared <= SHARED_MEMORY, config
 

@@ -29,14 +29,15 @@ def in_form(form: int, x: Tensor) -> Tensor:
     return (x, x[None], torch.stack([x, x], 1)[:, 0])[form]
 
 
-# Rows of x, gated or not, rows and columns of two weights, and multiprocessors: each rule has some.
+# Rows of x, gated or not, rows of the weights, their columns, and multiprocessors: each rule has some.
 RULES = [
-    (tokens, gated, *weight, processors)
+    (tokens, gated, rows, 2064 if tokens == 1 else columns, processors)
     for tokens in (1, 4, 20)
-    for gated in (False, True)
-    for weight in ((256, 512), (512, 256), (512, 2048))
-    for processors in (20, 40, 70)
-]
+    for gated, rows, columns in (
+        (False, (512,), 528), (False, (256, 256), 512), (True, (256, 256), 528), (True, (512, 512), 256),
+    )
+    for processors in (7, 20, 24, 40)
+]  # fmt: skip
 
 
 class TestChoosing:
@@ -86,28 +87,31 @@ class TestChoosing:
 
     @pytest.mark.parametrize("tokens, gated, rows, columns, processors", RULES)
     def test_blocks_of_every_rule(
-        self, tokens: int, gated: bool, rows: int, columns: int, processors: int
+        self, tokens: int, gated: bool, rows: tuple[int, ...], columns: int, processors: int
     ) -> None:
-        x, weight, bias = operands(tokens, rows, columns, DTYPES[1])
-        _, other, _ = operands(1, rows, columns, DTYPES[1], 1)
-        wide = [functional.linear(x.double(), w.double(), bias.double()) for w in (weight, other)]
+        made = [operands(tokens, n, columns, DTYPES[1], seed) for seed, n in enumerate(rows)]
+        x, weights, biases = made[0][0], [w for _, w, _ in made], [bias for *_, bias in made]
+        pairs = zip(weights, biases, strict=True)
+        wide = [functional.linear(x.double(), w.double(), bias.double()) for w, bias in pairs]
         with patch.object(linear_op, "multiprocessors", lambda device: processors):
             if gated:
-                found = [swiglu(x, [weight, other], [bias, bias])]
+                found = [swiglu(x, weights, biases)]
                 wide = [functional.silu(wide[0]) * wide[1]]
             else:
-                found = linears(x, [weight, other], [bias, bias])
+                found = linears(x, weights, biases)
         for got, expected in zip(found, wide, strict=True):
             torch.testing.assert_close(got.double(), expected, rtol=4e-3, atol=1.2e-2)
 
     def test_which_rules_these_are(self) -> None:
         found = {
-            usual_config(tokens, [rows, rows], columns, gated=gated, processors=processors)
+            usual_config(tokens, rows, columns, gated=gated, processors=processors)
             for tokens, gated, rows, columns, processors in RULES
         }
         blocks = {(config.block_n, config.parts, config.stages) for config in found if config is not None}
         one_row, in_parts = {(2, 1, 1), (4, 1, 1)}, {(16, 4, 5), (16, 4, 4), (32, 2, 7)}
         assert blocks == one_row | in_parts | {(64, 1, 7), (128, 1, 7)}
+        unaligned = usual_config(4, [4096], 1000), usual_config(1, [4096], 4104)
+        assert unaligned == (None, None)
 
     @EXAMPLES
     @given(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_TOKENS = 64
+ALIGNMENT = 16  # columns; of a multiple of them the kernels load 16 bytes at a time
 PROCESSORS = 132  # of an H100 or H200
 SHARED_MEMORY = 172032  # bytes that the blocks of `usual_config` take at most; Hopper has 232448
 
@@ -62,35 +63,56 @@ def usual_config(
 ) -> KernelConfig | None:
     """What is fastest for weights `[rows[i], columns]`, as measured on Hopper; None: the library's kernel.
 
-    Measured were the four launches of a layer in turn, as a decode step has them, for a Llama-3.2-1B and a
-    Llama-3-8B on 132 multiprocessors (bench_linears). Blocks divide the columns. Rows that blocks of 64 would
-    leave half of the device without get smaller blocks, where one round of those is enough: a second round
-    would leave most of the device idle.
+    Measured were the four launches of a layer in turn, as a decode step has them, of models from 0.4 to 14
+    billion weights on 132 multiprocessors (bench_linears). Where weights would leave much of the device idle,
+    for want of blocks or in the last round of them, blocks are smaller.
 
     Args:
         gated: the weights are those of a SwiGLU.
         processors: multiprocessors of the device. With other counts the rules are not measured.
     """
-    if tokens == 1 and min(rows) > 1 and columns % 512 == 0:
+    if columns % ALIGNMENT:
+        return None
+    if tokens == 1 and min(rows) > 1 and columns >= 512:
         return _of_one_row(sum(rows), columns, processors)
-    if columns % 128 or sum(rows) < 512:
+    if columns < 128 or sum(rows) < 512:
         return None
     if gated and sum(rows) >= 32 * processors:
-        return KernelConfig(128, 64, 1, 4, 7 if tokens <= 32 else 5)
-    if sum(rows) <= 16 * processors and columns % 512 == 0 and tokens <= 32:
-        few = tokens <= 16
-        return KernelConfig(16, 128, 1, 4, 5 if few else 4, parts=4, ahead=16 if few else 4)
-    if 24 * processors <= sum(rows) <= 32 * processors and columns % 256 == 0 and tokens <= 16:
-        return KernelConfig(32, 128, 1, 4, 7, parts=2, ahead=16)
-    return KernelConfig(64, 128, 1, 4, 7 if tokens <= 32 else 5)
+        return _of_swiglu(tokens, sum(rows), processors)
+    if columns < 512 or tokens > 32 or sum(rows) > 32 * processors:
+        return KernelConfig(64, 128, 1, 4, _stages(tokens))
+    return _in_parts(tokens, rows, processors)
 
 
 def _of_one_row(rows: int, columns: int, processors: int) -> KernelConfig:
-    if 8 * processors <= rows <= 16 * processors and columns % 2048 == 0:
+    if 8 * processors <= rows <= 16 * processors and columns >= 2048:
         return KernelConfig(4, 2048, 1, 4, 1, ahead=16)
-    if columns >= 8192 and columns % 2048 == 0:
-        return KernelConfig(2, 2048, 1, 8, 1)
-    return KernelConfig(2, 1024 if columns % 1024 == 0 else 512, 1, 4, 1)
+    return KernelConfig(2, 2048, 1, 8, 1) if columns >= 8192 else KernelConfig(2, 1024, 1, 4, 1)
+
+
+def _of_swiglu(tokens: int, rows: int, processors: int) -> KernelConfig:
+    """Larger blocks, unless they leave a fifth of the device idle in the last of several rounds."""
+    blocks = -(-rows // 128)
+    rounds = -(-blocks // processors)
+    if rounds == 1 or blocks >= 0.8 * rounds * processors:
+        return KernelConfig(128, 64, 1, 4, _stages(tokens))
+    return KernelConfig(64, 128, 1, 4, _stages(tokens))
+
+
+def _in_parts(tokens: int, rows: Sequence[int], processors: int) -> KernelConfig:
+    """Blocks so small that one round of them, or of pairs that share a multiprocessor, fills the device."""
+    if sum(rows) <= 16 * processors:
+        return KernelConfig(16, 128, 1, 4, 5 if tokens <= 16 else 4, parts=4, ahead=16)
+    if len(rows) > 1 or tokens > 16:
+        return KernelConfig(64, 128, 1, 4, _stages(tokens))
+    if sum(rows) <= 24 * processors:
+        return KernelConfig(16, 128, 1, 4, 4, parts=4, ahead=16)
+    return KernelConfig(32, 128, 1, 4, 7, parts=2, ahead=16)
+
+
+def _stages(tokens: int) -> int:
+    """As many as fit the shared memory."""
+    return 7 if tokens <= 32 else 5
 
 
 def is_config(text: str) -> bool:

@@ -193,6 +193,7 @@ def few_rows(
     AHEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     EVEN: tl.constexpr,
+    ALIGNED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -205,9 +206,10 @@ def few_rows(
             members.
         TOKENS: at least `tokens`; 1, or 16 and more.
         EVEN: blocks divide the columns.
+        ALIGNED: 16 does. Otherwise each element is a load of its own.
         GATED: one result, `silu(w0 x + b0) * (w1 x + b1)`; one split.
     """
-    if EVEN:
+    if ALIGNED:
         columns = columns // 16 * 16  # which tells Triton that rows are as aligned as the first one
     part = tl.cdiv(columns, SPLITS * PARTS * BLOCK_K) * PARTS * BLOCK_K
     split = tl.program_id(1)

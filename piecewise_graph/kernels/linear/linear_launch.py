@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.kernels.launch import Launcher, dependent_launches
-from piecewise_graph.kernels.linear.kernel_configs import KernelConfig
+from piecewise_graph.kernels.linear.kernel_configs import ALIGNMENT, KernelConfig
 
 MEMBERS = 3  # at most, of a launch
 _ELEMENTS = 1024  # of a program
@@ -100,7 +100,7 @@ def _variant(
     constants = (
         config.block_n, config.block_k, config.splits, config.parts, config.ahead,
         1 if tokens == 1 else max(16, 1 << (tokens - 1).bit_length()),
-        even, has_bias, gated, dependent,
+        even, columns % ALIGNMENT == 0, has_bias, gated, dependent,
     )  # fmt: skip
     return _launcher(config.warps, config.stages, dependent), constants
 
