@@ -120,7 +120,8 @@ def test_usual_blocks_are_for_aligned_columns(
         config = usual_config(tokens, rows, wide, gated=gated, processors=processors)
         assert config is None or (wide % 16 == 0 and config.splits == 1)
         assert config is None or config.block_n % 2 == 0 or not gated
-    assert usual_config(tokens, [4096], columns * 16 + 512, gated=gated, processors=processors) is not None
+    rows = [4096, 4096]
+    assert usual_config(tokens, rows, columns * 16 + 512, gated=gated, processors=processors) is not None
 
 
 # Rows of weights, their columns, gated or not, of layers in models of 1 and of 8 billion weights.
@@ -219,7 +220,8 @@ def test_usual_blocks_fit_the_shared_memory_that_is_asked_for(tokens: int) -> No
         (usual_config(tokens, rows, columns, gated=gated, processors=count), gated)
         for rows, columns, gated in LAYERS
         for count in (8, 132, 148)
-    }
+    } - {(None, False)}
+    assert {gated for _, gated in found} == {False, True}
     for config, gated in found:
         assert config is not None
         constants = (*config[:3], config.parts, config.ahead, tokens, True, True, True, gated, True)

@@ -32,7 +32,7 @@ def in_form(form: int, x: Tensor) -> Tensor:
 # Rows of x, gated or not, rows of the weights, their columns, and multiprocessors: each rule has some.
 RULES = [
     (tokens, gated, rows, 2064 if tokens == 1 else columns, processors)
-    for tokens in (1, 4, 20)
+    for tokens in (1, 4, 20, 40)
     for gated, rows, columns in (
         (False, (512,), 528), (False, (256, 256), 512), (True, (256, 256), 528), (True, (512, 512), 256),
     )
@@ -109,9 +109,10 @@ class TestChoosing:
         }
         blocks = {(config.block_n, config.parts, config.stages) for config in found if config is not None}
         one_row, in_parts = {(2, 1, 1), (4, 1, 1)}, {(16, 4, 5), (16, 4, 4), (32, 2, 7)}
-        assert blocks == one_row | in_parts | {(64, 1, 7), (128, 1, 7)}
-        unaligned = usual_config(4, [4096], 1000), usual_config(1, [4096], 4104)
-        assert unaligned == (None, None)
+        of_many = {(64, 1, 5), (128, 1, 5), (128, 1, 4)}
+        assert blocks == one_row | in_parts | {(64, 1, 7), (128, 1, 7)} | of_many
+        for library in ((4, [4096], 1000), (1, [4096], 4104), (40, [2048], 8192)):
+            assert usual_config(*library) is None
 
     @EXAMPLES
     @given(

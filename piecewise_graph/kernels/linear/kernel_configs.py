@@ -79,6 +79,8 @@ def usual_config(
         return None
     if gated and sum(rows) >= 32 * processors:
         return _of_swiglu(tokens, sum(rows), processors)
+    if tokens > 32 and len(rows) == 1 and rows[0] <= min(32 * processors, columns // 2):
+        return None  # few blocks of long rows: cuBLAS cuts the columns too
     if columns < 512 or tokens > 32 or sum(rows) > 32 * processors:
         return KernelConfig(64, 128, 1, 4, _stages(tokens))
     return _in_parts(tokens, rows, processors)
@@ -91,12 +93,16 @@ def _of_one_row(rows: int, columns: int, processors: int) -> KernelConfig:
 
 
 def _of_swiglu(tokens: int, rows: int, processors: int) -> KernelConfig:
-    """Larger blocks, unless they leave a fifth of the device idle in the last of several rounds."""
+    """Few rows get smaller blocks where a fifth of the device would be idle in the last round of several.
+
+    Many rows get larger ones. Where they make two rounds, pairs of them share a multiprocessor instead.
+    """
     blocks = -(-rows // 128)
     rounds = -(-blocks // processors)
-    if rounds == 1 or blocks >= 0.8 * rounds * processors:
-        return KernelConfig(128, 64, 1, 4, _stages(tokens))
-    return KernelConfig(64, 128, 1, 4, _stages(tokens))
+    idle = rounds > 1 and blocks < 0.8 * rounds * processors
+    if tokens > 32:
+        return KernelConfig(128, 64, 1, 4, 4 if idle and rounds == 2 else 5)
+    return KernelConfig(*((64, 128) if idle else (128, 64)), 1, 4, 7)
 
 
 def _in_parts(tokens: int, rows: Sequence[int], processors: int) -> KernelConfig:
