@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from traced import Small, dynamic, first_size, placeholders, trace
 
+import piecewise_graph as pg
 from piecewise_graph import _torch
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -176,6 +177,22 @@ def test_compile_workers_start_only_for_triton(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         _torch.start_compile_workers()
     assert started == [True]
+
+
+def test_models_for_triton_take_inductors_assembler_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any kernel is compiled; whoever compiles with something else, or on a CPU, is left alone."""
+    from torch._inductor.runtime import compile_tasks
+
+    chosen: list[bool] = []
+    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda: chosen.append(True))
+    monkeypatch.setattr(_torch, "start_compile_workers", lambda: None)
+    for available in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        for compiler in ("eager", "inductor"):
+            pg.compile(torch.nn.Linear(2, 2), compiler=compiler)
+    assert chosen == [True]
+    monkeypatch.delattr(compile_tasks, "_set_triton_ptxas_path")
+    _torch.agree_on_assembler()
 
 
 # --- functions that stand in graphs -------------------------------------------------------------------

@@ -5,6 +5,7 @@ between versions are handled here and nowhere else. Callers take all names from 
 """
 
 from piecewise_graph._torch.compilers import (
+    agree_on_assembler as agree_on_assembler,
     code_modules as code_modules,
     compile_exact as compile_exact,
     compile_options as compile_options,

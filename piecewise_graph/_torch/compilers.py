@@ -33,6 +33,20 @@ def start_compile_workers() -> None:
         maybe_warm_pool()
 
 
+def agree_on_assembler() -> None:
+    """Have Triton use the ptxas in this process that Inductor's processes use.
+
+    Triton asks for its version once, and keeps kernels on disk under keys that hold it. A process in which a
+    kernel is compiled before Inductor chooses never finds what the others have compiled.
+    """
+    if torch.cuda.is_available():
+        from torch._inductor.runtime import compile_tasks
+
+        choose = getattr(compile_tasks, "_set_triton_ptxas_path", None)
+        if choose is not None:
+            choose()
+
+
 def inductor_settings(settings: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """What Inductor compiles inside the block has these options of its config.
 

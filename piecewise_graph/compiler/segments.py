@@ -84,7 +84,10 @@ def prepare(compiler: str, cache_dir: Folder | None) -> None:
 
     Inductor's worker processes need seconds to start, and until then kernels are compiled one by one.
     """
-    if compiler == "inductor" and not is_filled(cache_dir):
+    if compiler != "inductor":
+        return
+    _torch.agree_on_assembler()
+    if not is_filled(cache_dir):
         _torch.start_compile_workers()
 
 
