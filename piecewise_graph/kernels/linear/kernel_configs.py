@@ -78,7 +78,7 @@ def usual_config(
     if columns < 128 or sum(rows) < 512:
         return None
     if gated and sum(rows) >= 32 * processors:
-        return _of_swiglu(tokens, sum(rows), processors)
+        return _of_swiglu(tokens, sum(rows), columns, processors)
     if tokens > 32 and len(rows) == 1 and rows[0] <= min(32 * processors, columns // 2):
         return None  # few blocks of long rows: cuBLAS cuts the columns too
     if columns < 512 or tokens > 32 or sum(rows) > 32 * processors:
@@ -92,17 +92,19 @@ def _of_one_row(rows: int, columns: int, processors: int) -> KernelConfig:
     return KernelConfig(2, 2048, 1, 8, 1) if columns >= 8192 else KernelConfig(2, 1024, 1, 4, 1)
 
 
-def _of_swiglu(tokens: int, rows: int, processors: int) -> KernelConfig:
-    """Few rows get smaller blocks where a fifth of the device would be idle in the last round of several.
+def _of_swiglu(tokens: int, rows: int, columns: int, processors: int) -> KernelConfig:
+    """What is best depends on whether a fifth of the device would be idle in the last round of several.
 
-    Many rows get larger ones. Where they make two rounds, pairs of them share a multiprocessor instead.
+    Then blocks are smaller, or pairs of them share a multiprocessor: its memory holds four stages of each.
     """
     blocks = -(-rows // 128)
     rounds = -(-blocks // processors)
-    idle = rounds > 1 and blocks < 0.8 * rounds * processors
+    idle, long = rounds > 1 and blocks < 0.8 * rounds * processors, columns >= 4096
+    if tokens > 16 and idle and rounds == 2 and not long:
+        return KernelConfig(128, 64, 1, 4, 4)
     if tokens > 32:
-        return KernelConfig(128, 64, 1, 4, 4 if idle and rounds == 2 else 5)
-    return KernelConfig(*((64, 128) if idle else (128, 64)), 1, 4, 7)
+        return KernelConfig(128, 64, 1, 4, 5)
+    return KernelConfig(*((64, 128) if idle or (long and tokens > 16) else (128, 64)), 1, 4, 7)
 
 
 def _in_parts(tokens: int, rows: Sequence[int], processors: int) -> KernelConfig:
