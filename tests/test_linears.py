@@ -29,14 +29,14 @@ def in_form(form: int, x: Tensor) -> Tensor:
     return (x, x[None], torch.stack([x, x], 1)[:, 0])[form]
 
 
-# Rows of x, gated or not, rows of the weights, their columns, and multiprocessors: each rule has some.
+# Rows of x, gated or not, rows of the weights, their columns, and multiprocessors: each rule has a case.
 RULES = [
-    (tokens, gated, rows, 2064 if tokens == 1 else columns, processors)
-    for tokens in (1, 4, 20, 40)
-    for gated, rows, columns in (
-        (False, (512,), 528), (False, (256, 256), 512), (True, (256, 256), 528), (True, (512, 512), 256),
-    )
-    for processors in (7, 20, 24, 40)
+    (1, False, (512,), 2064, 7), (1, True, (256, 256), 2064, 40), (1, False, (512,), 8192, 7),
+    (4, False, (512,), 528, 7), (4, False, (512,), 528, 20), (4, False, (512,), 528, 24),
+    (4, False, (256, 256), 528, 40), (4, True, (256, 256), 528, 7), (4, True, (256, 256), 528, 20),
+    (4, True, (256, 256), 512, 40), (20, False, (512,), 528, 20), (20, False, (512,), 528, 40),
+    (20, True, (512, 512), 256, 7), (20, True, (256, 256), 4112, 7), (40, False, (512,), 528, 7),
+    (40, True, (256, 256), 528, 7),
 ]  # fmt: skip
 
 
