@@ -9,16 +9,20 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Shape, make_case
+from eagle_engine_cases import PLAIN, make
 from hypothesis import given, strategies as st
 from interpreter import assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from linear_operands import DEVICE, DTYPES, EXAMPLES, operands
+from metadata_cases import random_batch
 from test_attention import shapes
 from torch.fx import Graph, GraphModule
 from torch.nn import functional
 
 from piecewise_graph.compiler.choosing_linears import choosing_linears, compile_kernels_ahead
+from piecewise_graph.custom_ops import metadata as md
 from piecewise_graph.custom_ops.attention import compile_ahead
 from piecewise_graph.custom_ops.attention.implementations import serve
+from piecewise_graph.custom_ops.token_choice import argmax, compile_argmax_ahead
 from piecewise_graph.kernels import launch
 from piecewise_graph.kernels.launch import Launcher
 
@@ -120,8 +124,7 @@ class TestKernels:
             compile_kernels_ahead(gm, sorted(sizes))
             for size in sizes:
                 gm(operands(size, 1, columns, dtype)[0], *tensors)
-            linears = {key for key in asked.used if key[0] == "few_rows"}
-            assert linears == asked.ahead
+            assert asked.used == asked.ahead
 
     @EXAMPLES
     @given(shapes(), st.sampled_from(DTYPES), st.booleans())
@@ -135,6 +138,38 @@ class TestKernels:
             serve(case.batch, case.call, False)
             compile_ahead(case.batch)
             assert asked.ahead == {key for key in asked.used if key[0] == "attend_kernel"}
+
+    @EXAMPLES
+    @given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 5000), st.sampled_from(DTYPES))
+    def test_a_round_beside_its_models(
+        self, size: int, nodes: int, vocabulary: int, dtype: torch.dtype
+    ) -> None:
+        """Drafts are laid out, tokens chosen from logits, and drafts accepted."""
+        batch = random_batch(nodes, size, 16, room=0, device=DEVICE)
+        tree = md.Tree.allocate(batch, nodes=nodes)
+        accepted = md.Accepted.allocate(batch, nodes=nodes, steps=nodes - 1)
+        drafts = torch.zeros(size, nodes - 1, dtype=torch.int32, device=DEVICE)
+        logits = torch.zeros(size * nodes, vocabulary, dtype=dtype, device=DEVICE)
+        laid_out = batch, torch.zeros_like(batch.requests), drafts, tree
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            asked = Asked(monkeypatch)
+            md.build_tree.compile_ahead(*laid_out)
+            compile_argmax_ahead(logits[:1])
+            md.accept_greedy.compile_ahead(batch, tree.tokens, tree.tokens, accepted)
+            assert not asked.used
+            md.build_tree.kernel(md.build_tree.flatten(*laid_out))()
+            given = md.accept_greedy.flatten(batch, tree.tokens, argmax(logits), accepted)
+            md.accept_greedy.kernel(given)()
+            assert asked.used == asked.ahead and len(asked.used) == 4
+
+
+@pytest.mark.gpu
+def test_a_speculator_compiles_ahead_what_its_phases_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch)
+    make(shapes=[PLAIN], graphs="full", batch_sizes=[4]).prepare()
+    beside = {"build_tree_kernel", "argmax_of_parts_kernel", "argmax_of_row_kernel", "accept_greedy_kernel"}
+    used = {key for key in asked.used if key[0] in beside}
+    assert {key[0] for key in used} == beside and used <= asked.ahead
 
 
 def _segment(

@@ -1,4 +1,4 @@
-"""Grids, constants and variants of the kernels: one bound launch per op.
+"""Grids, constants and variants of the kernels: one launch per op.
 
 A kernel gets the op's tensors in the order of its schema, then sizes, then constants. Importing this module
 imports Triton.
@@ -7,12 +7,12 @@ imports Triton.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
 
-from piecewise_graph.kernels.launch import Launch, Launcher
+from piecewise_graph.kernels.launch import Grid, Launch, Launcher
 
 from . import accept_kernels, metadata_kernels, tree_kernels
 from .op_signature import Call
@@ -27,6 +27,15 @@ def _launcher(kernel: Any, num_warps: int) -> Launcher:
     return Launcher(kernel, num_warps=num_warps)
 
 
+class Planned(NamedTuple):
+    """What `Launcher.bind` takes."""
+
+    launcher: Launcher
+    grid: Grid
+    args: tuple[Any, ...]
+    constants: tuple[Any, ...]
+
+
 def bind(call: Call, tensors: list[Tensor]) -> Launch:
     """A launch on these very tensors, which the caller keeps alive. It allocates nothing.
 
@@ -34,61 +43,70 @@ def bind(call: Call, tensors: list[Tensor]) -> Launch:
         call: the op and its sizes.
         tensors: the op's, in order. Some other tensor stands in for one that was not passed; it is not read.
     """
-    launch: Launch = globals()[f"_{call.op}"](call, tensors)
-    return launch
+    planned = _plan(call, tensors)
+    return planned.launcher.bind(planned.grid, planned.args, *planned.constants)
 
 
-def _extend_batch(call: Call, tensors: list[Tensor]) -> Launch:
+def compile_ahead(call: Call, tensors: list[Tensor]) -> None:
+    """Have the kernel compiled in another thread that `bind` would launch."""
+    planned = _plan(call, tensors)
+    planned.launcher.ahead(planned.args, *planned.constants)
+
+
+def _plan(call: Call, tensors: list[Tensor]) -> Planned:
+    planned: Planned = globals()[f"_{call.op}"](call, tensors)
+    return planned
+
+
+def _extend_batch(call: Call, tensors: list[Tensor]) -> Planned:
     size, rows, row_pages, pages = (call.sizes[letter] for letter in "BTPQ")
     longest = max(rows, pages, 1)
     block = min(_BLOCK, _pow2(longest))
-    return _launcher(metadata_kernels.extend_batch_kernel, 4).bind(
+    return Planned(
+        _launcher(metadata_kernels.extend_batch_kernel, 4),
         (size + 1, triton.cdiv(longest, block), 1),
         (*tensors, size, rows, row_pages, pages),
-        call.sizes["page_size"],
-        _pow2(size),
-        block,
+        (call.sizes["page_size"], _pow2(size), block),
     )
 
 
-def _draft_steps(call: Call, tensors: list[Tensor]) -> Launch:
+def _draft_steps(call: Call, tensors: list[Tensor]) -> Planned:
     size, levels, topk = call.sizes["B"], call.sizes["S-1"], call.sizes["k"]
-    return _launcher(metadata_kernels.draft_steps_kernel, 1).bind(
+    return Planned(
+        _launcher(metadata_kernels.draft_steps_kernel, 1),
         (size if levels else 0, 1, 1),
         (*tensors, size, call.sizes["P"]),
-        call.sizes["page_size"],
-        levels,
-        topk,
-        _pow2(max(levels * topk, 1)),
+        (call.sizes["page_size"], levels, topk, _pow2(max(levels * topk, 1))),
     )
 
 
-def _select_branches(call: Call, tensors: list[Tensor]) -> Launch:
+def _select_branches(call: Call, tensors: list[Tensor]) -> Planned:
     level, steps, topk = call.sizes["level"], call.sizes["S"], call.sizes["k"]
     block = _pow2(topk if level == 0 else topk * topk)
-    return _launcher(metadata_kernels.select_branches_kernel, 4).bind(
+    return Planned(
+        _launcher(metadata_kernels.select_branches_kernel, 4),
         (call.sizes["B"], 1, 1),
         (*tensors, level, steps),
-        topk,
-        level == 0,
-        level == steps - 1,
-        _pow2(topk),
-        block,
-        min(block, 32),
-        _pow2(max((steps - 1) * topk, 1)),
+        (
+            topk,
+            level == 0,
+            level == steps - 1,
+            _pow2(topk),
+            block,
+            min(block, 32),
+            _pow2(max((steps - 1) * topk, 1)),
+        ),
     )
 
 
-def _build_tree(call: Call, tensors: list[Tensor]) -> Launch:
+def _build_tree(call: Call, tensors: list[Tensor]) -> Planned:
     size, nodes, count, row_pages = (call.sizes[letter] for letter in "BNMP")
     block = _pow2(nodes)
-    return _launcher(tree_kernels.build_tree_kernel, _warps(block)).bind(
+    return Planned(
+        _launcher(tree_kernels.build_tree_kernel, _warps(block)),
         (size, 1, 1),
         (*tensors, size, nodes, count, row_pages),
-        call.sizes["page_size"],
-        "scores" not in call.shapes,
-        block,
-        _pow2(max(count, 1)),
+        (call.sizes["page_size"], "scores" not in call.shapes, block, _pow2(max(count, 1))),
     )
 
 
@@ -97,43 +115,35 @@ def _warps(block_n: int) -> int:
     return min(max(block_n * block_n // 256, 1), 8)
 
 
-def _accept_greedy(call: Call, tensors: list[Tensor]) -> Launch:
+def _accept_greedy(call: Call, tensors: list[Tensor]) -> Planned:
     size, nodes, row_pages, longest = (call.sizes[dim] for dim in ("B", "N", "P", "S+1"))
     chain, block = "mask" not in call.shapes, _pow2(nodes)
-    return _launcher(accept_kernels.accept_greedy_kernel, 1 if chain else _warps(block)).bind(
+    return Planned(
+        _launcher(accept_kernels.accept_greedy_kernel, 1 if chain else _warps(block)),
         (size, 1, 1),
         (*tensors, nodes, longest, row_pages),
-        call.sizes["page_size"],
-        chain,
-        block,
-        _pow2(longest),
+        (call.sizes["page_size"], chain, block, _pow2(longest)),
     )
 
 
-def _accept_chain(call: Call, tensors: list[Tensor]) -> Launch:
+def _accept_chain(call: Call, tensors: list[Tensor]) -> Planned:
     return _accept_sampled(call, [*tensors, tensors[0]], chain=True, drawn=True)
 
 
-def _accept_tree(call: Call, tensors: list[Tensor]) -> Launch:
+def _accept_tree(call: Call, tensors: list[Tensor]) -> Planned:
     with_draft = [*tensors[:5], tensors[0], *tensors[5:]]
     return _accept_sampled(call, with_draft, chain="mask" not in call.shapes, drawn=False)
 
 
-def _accept_sampled(call: Call, tensors: list[Tensor], *, chain: bool, drawn: bool) -> Launch:
+def _accept_sampled(call: Call, tensors: list[Tensor], *, chain: bool, drawn: bool) -> Planned:
     """One kernel for both: `drawn` says whether it reads draft_probs, `chain` whether it ignores the mask."""
     size, nodes, row_pages, vocab, longest = (call.sizes[dim] for dim in ("B", "N", "P", "V", "S+1"))
     block_v = min(_BLOCK_V, _pow2(vocab))
     blocks = triton.cdiv(vocab, block_v)
     warps = max(block_v // 512, _warps(_pow2(nodes)))
-    return _launcher(accept_kernels.accept_sampled_kernel, warps).bind(
+    return Planned(
+        _launcher(accept_kernels.accept_sampled_kernel, warps),
         (size, 1, 1),
         (*tensors, nodes, longest, row_pages, vocab),
-        call.sizes["page_size"],
-        chain,
-        drawn,
-        _pow2(nodes),
-        _pow2(longest),
-        block_v,
-        blocks,
-        _pow2(blocks),
+        (call.sizes["page_size"], chain, drawn, _pow2(nodes), _pow2(longest), block_v, blocks, _pow2(blocks)),
     )

@@ -15,6 +15,8 @@ from typing import Any, Generic, ParamSpec
 
 import torch
 
+from piecewise_graph.kernels.launch import kernels_serve
+
 from .op_signature import Call, Signature, layout_of
 
 Rule = Callable[[Call], None]
@@ -69,12 +71,23 @@ class MetadataOp(Generic[P]):
         self.check(flat)
         return partial(self.reference, *args, **kwargs)
 
+    def compile_ahead(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have the kernel of such a call compiled in another thread; on a CPU there is none.
+
+        Raises:
+            MetadataError: the tensors do not fit together.
+        """
+        flat = self.flatten(*args, **kwargs)
+        if kernels_serve(flat[0]):
+            from . import metadata_launches
+
+            metadata_launches.compile_ahead(self.check(flat), _tensors(flat))
+
     def kernel(self, flat: Sequence[Any]) -> Callable[[], None]:
         """A launch of the Triton kernel on flat arguments, wherever they are."""
         from . import metadata_launches
 
-        tensors = [flat[0] if value is None else value for value in flat if not isinstance(value, int)]
-        return metadata_launches.bind(self.check(flat), tensors)
+        return metadata_launches.bind(self.check(flat), _tensors(flat))
 
     def check(self, flat: Sequence[Any]) -> Call:
         """What follows from the layouts of flat arguments; device data is never read.
@@ -93,6 +106,10 @@ class MetadataOp(Generic[P]):
         self.check(flat)
         reference: Callable[..., None] = self.reference
         reference(**self._signature.unflatten(flat))
+
+
+def _tensors(flat: Sequence[Any]) -> list[torch.Tensor]:
+    return [flat[0] if value is None else value for value in flat if not isinstance(value, int)]
 
 
 def metadata_op(rule: Rule, *, writes: Collection[str] = ()) -> Callable[[Callable[P, None]], MetadataOp[P]]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.custom_ops import metadata as md
-from piecewise_graph.custom_ops.token_choice import argmax, uniforms
+from piecewise_graph.custom_ops.token_choice import argmax, compile_argmax_ahead, uniforms
 
 from .resources import Resources
 from .round_buffers import Buffers
@@ -55,13 +55,10 @@ class Phases:
         self._look_up_pages()
         if tensors.branches is not None:
             self._draft_tree(mode, tensors.branches)
-            branches = tensors.branches
-            listed = {"scores": branches.all_scores, "parents": branches.all_parents}
-            md.build_tree(tensors.batch, buffers.root, branches.all_tokens, tensors.tree, **listed)
-        else:
-            if tensors.steps is not None:
-                self._draft_chain(mode, tensors.steps)
-            md.build_tree(tensors.batch, buffers.root, buffers.drafts, tensors.tree)
+        elif tensors.steps is not None:
+            self._draft_chain(mode, tensors.steps)
+        tokens, listed = self._drafted
+        md.build_tree(tensors.batch, buffers.root, tokens, tensors.tree, **listed)
 
     def verify(self, mode: str) -> None:
         """The target's forward over the draft tokens, their acceptance, and the new lengths."""
@@ -76,6 +73,18 @@ class Phases:
         ids, positions, features = self.accepted_rows()
         batch = self.tensors.extend_batch
         self.keep(mode, extend(mode, batch, input_ids=ids, positions=positions, features=features))
+
+    def compile_ahead(self) -> None:
+        """Have the kernels compiled in other threads that a greedy round launches beside its models."""
+        tensors, tree = self.tensors, self.tensors.tree
+        batch, (tokens, listed) = tensors.batch, self._drafted
+        md.build_tree.compile_ahead(batch, tensors.buffers.root, tokens, tree, **listed)
+        if self.rule == GREEDY:
+            cache, vocabulary = self.resources.cache, self.resources.target.vocab_size
+            compile_argmax_ahead(torch.empty(1, vocabulary, dtype=cache.dtype, device=cache.device))
+            md.accept_greedy.compile_ahead(
+                batch, tree.tokens, tree.tokens, tensors.accepted, mask=tensors.mask
+            )
 
     def draft_tokens(self) -> tuple[Tensor, Tensor]:
         """(ids, positions) int32 `[B*N]` for the target."""
@@ -112,6 +121,14 @@ class Phases:
         requests = self.tensors.buffers.requests.long()
         self._state.hidden.index_copy_(0, requests, hidden)
         self._state.logits.index_copy_(0, requests, head(mode, None, hidden=hidden))
+
+    @property
+    def _drafted(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The tokens that the draft proposes; of a tree also what leads to them."""
+        branches = self.tensors.branches
+        if branches is None:
+            return self.tensors.buffers.drafts, {}
+        return branches.all_tokens, {"scores": branches.all_scores, "parents": branches.all_parents}
 
     @property
     def _state(self) -> Buffers:

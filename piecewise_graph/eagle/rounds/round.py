@@ -63,7 +63,8 @@ class Round:
         return launch
 
     def compile_ahead(self) -> None:
-        """Have the kernels of its attention compiled in other threads."""
+        """Have its kernels compiled in other threads, those of its attention and of greedy phases."""
+        self._phases.compile_ahead()
         captured = any(runner.mode == FULL for runner in self.runners)
         for batch in self.tensors.attention_batches:
             compile_ahead(batch, captured=captured)

@@ -48,6 +48,12 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+def compile_silu_times_ahead(like: Tensor) -> None:
+    """Have the kernel of `silu_times` compiled in another thread; `like` is like its operands."""
+    dependent = dependent_launches(like.device)
+    _elementwise(dependent).ahead((like, like, like, 1), _ELEMENTS, dependent)
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 

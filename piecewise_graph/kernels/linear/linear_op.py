@@ -137,10 +137,12 @@ def compile_ahead(
     """
     if not _serves(like):
         return
-    for tokens in sizes:
-        config = _usual(like.device, tokens, rows, columns, gated) if 0 < tokens <= MAX_TOKENS else None
+    for tokens in filter(None, sizes):
+        config = _usual(like.device, tokens, rows, columns, gated) if tokens <= MAX_TOKENS else None
         if config is not None:
             linear_launch.compile_ahead(config, like, tokens, columns, has_bias, gated)
+        elif gated:
+            linear_launch.compile_silu_times_ahead(like)
 
 
 def _serves(x: Tensor) -> bool:
