@@ -95,10 +95,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.child:
         print(json.dumps(start(*options.child)))
         return 0
-    rows = [row for shape in options.shapes.split(",") for row in bench(shape)]
-    print(table(rows, COLUMNS))
     command = " ".join(["python -m benchmarks.bench_start", *without_out(given)])
-    write(options.out, command, rows, marks_of(rows))
+    rows: list[Row] = []
+    for shape in options.shapes.split(","):
+        rows += bench(shape)
+        write(options.out, command, rows, marks_of(rows))  # the next shape may not come to its end
+    print(table(rows, COLUMNS))
     return 0
 
 
