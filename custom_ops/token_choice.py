@@ -13,12 +13,11 @@ used, and its use. The same request draws the same numbers in every batch and in
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from piecewise_graph.kernels.launch import Grid, Launcher, kernels_serve
+from piecewise_graph.kernels.launch import Launcher, Planned, kernels_serve
 
 # The constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators), as int64.
 _GOLDEN, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
@@ -32,28 +31,28 @@ def argmax(logits: Tensor) -> Tensor:
     NaN counts as infinity. So a row of a broken model has a token too, the same one in every batch and on
     every device.
     """
-    if not _kernels_find(logits):
+    if not _has_kernel(logits):
         return first_largest(logits).int()
     out, launches = _argmax_launches(logits)
-    for launcher, grid, args, constants in launches:
-        launcher(grid, args, *constants)
+    for each in launches:
+        each.bind()()
     return out
 
 
 def compile_argmax_ahead(logits: Tensor) -> None:
     """Have the kernels compiled in other threads that `argmax` launches for rows like those of `logits`."""
-    if _kernels_find(logits):
-        for launcher, _, args, constants in _argmax_launches(logits)[1]:
-            launcher.ahead(args, *constants)
+    if _has_kernel(logits):
+        for each in _argmax_launches(logits)[1]:
+            each.compile_ahead()
 
 
-def _kernels_find(logits: Tensor) -> bool:
-    in_rows = logits.stride(1) == 1 and logits.shape[1] > 0
-    return kernels_serve(logits) and logits.dtype in _FLOATS and in_rows
+def _has_kernel(logits: Tensor) -> bool:
+    served = kernels_serve(logits) and logits.dtype in _FLOATS
+    return served and logits.stride(1) == 1 and logits.shape[1] > 0
 
 
-def _argmax_launches(logits: Tensor) -> tuple[Tensor, list[tuple[Launcher, Grid, Any, Any]]]:
-    """What will hold the result, and two launches, each with grid, arguments and constants."""
+def _argmax_launches(logits: Tensor) -> tuple[Tensor, tuple[Planned, Planned]]:
+    """What will hold the result, and the two launches that write it."""
     from triton import next_power_of_2
 
     rows, columns = logits.shape
@@ -62,10 +61,11 @@ def _argmax_launches(logits: Tensor) -> tuple[Tensor, list[tuple[Launcher, Grid,
     indices = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     of_parts, of_row, _ = _launchers()
-    return out, [
-        (of_parts, (rows, parts, 1), (logits, values, indices), (columns, logits.stride(0), _BLOCK)),
-        (of_row, (rows, 1, 1), (values, indices, out), (parts, next_power_of_2(parts))),
-    ]
+    constants = columns, logits.stride(0), _BLOCK
+    return out, (
+        Planned(of_parts, (rows, parts, 1), (logits, values, indices), constants),
+        Planned(of_row, (rows, 1, 1), (values, indices, out), (parts, next_power_of_2(parts))),
+    )
 
 
 def first_largest(logits: Tensor) -> Tensor:

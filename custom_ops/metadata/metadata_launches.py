@@ -7,12 +7,12 @@ imports Triton.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 from torch import Tensor
 
-from piecewise_graph.kernels.launch import Grid, Launch, Launcher
+from piecewise_graph.kernels.launch import Launcher, Planned
 
 from . import accept_kernels, metadata_kernels, tree_kernels
 from .op_signature import Call
@@ -27,33 +27,13 @@ def _launcher(kernel: Any, num_warps: int) -> Launcher:
     return Launcher(kernel, num_warps=num_warps)
 
 
-class Planned(NamedTuple):
-    """What `Launcher.bind` takes."""
-
-    launcher: Launcher
-    grid: Grid
-    args: tuple[Any, ...]
-    constants: tuple[Any, ...]
-
-
-def bind(call: Call, tensors: list[Tensor]) -> Launch:
+def plan(call: Call, tensors: list[Tensor]) -> Planned:
     """A launch on these very tensors, which the caller keeps alive. It allocates nothing.
 
     Args:
         call: the op and its sizes.
         tensors: the op's, in order. Some other tensor stands in for one that was not passed; it is not read.
     """
-    planned = _plan(call, tensors)
-    return planned.launcher.bind(planned.grid, planned.args, *planned.constants)
-
-
-def compile_ahead(call: Call, tensors: list[Tensor]) -> None:
-    """Have the kernel compiled in another thread that `bind` would launch."""
-    planned = _plan(call, tensors)
-    planned.launcher.ahead(planned.args, *planned.constants)
-
-
-def _plan(call: Call, tensors: list[Tensor]) -> Planned:
     planned: Planned = globals()[f"_{call.op}"](call, tensors)
     return planned
 

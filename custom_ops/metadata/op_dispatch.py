@@ -15,7 +15,7 @@ from typing import Any, Generic, ParamSpec
 
 import torch
 
-from piecewise_graph.kernels.launch import kernels_serve
+from piecewise_graph.kernels.launch import Planned, kernels_serve
 
 from .op_signature import Call, Signature, layout_of
 
@@ -79,15 +79,17 @@ class MetadataOp(Generic[P]):
         """
         flat = self.flatten(*args, **kwargs)
         if kernels_serve(flat[0]):
-            from . import metadata_launches
-
-            metadata_launches.compile_ahead(self.check(flat), _tensors(flat))
+            self._plan(flat).compile_ahead()
 
     def kernel(self, flat: Sequence[Any]) -> Callable[[], None]:
         """A launch of the Triton kernel on flat arguments, wherever they are."""
+        return self._plan(flat).bind()
+
+    def _plan(self, flat: Sequence[Any]) -> Planned:
         from . import metadata_launches
 
-        return metadata_launches.bind(self.check(flat), _tensors(flat))
+        tensors = [flat[0] if value is None else value for value in flat if not isinstance(value, int)]
+        return metadata_launches.plan(self.check(flat), tensors)
 
     def check(self, flat: Sequence[Any]) -> Call:
         """What follows from the layouts of flat arguments; device data is never read.
@@ -106,10 +108,6 @@ class MetadataOp(Generic[P]):
         self.check(flat)
         reference: Callable[..., None] = self.reference
         reference(**self._signature.unflatten(flat))
-
-
-def _tensors(flat: Sequence[Any]) -> list[torch.Tensor]:
-    return [flat[0] if value is None else value for value in flat if not isinstance(value, int)]
 
 
 def metadata_op(rule: Rule, *, writes: Collection[str] = ()) -> Callable[[Callable[P, None]], MetadataOp[P]]:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,23 @@ Launch = Callable[[], None]
 Enqueue = Callable[[Grid, tuple[Any, ...]], None]
 
 _DIRECT = ("3.6.",)  # see Note [The C launcher]
+
+
+class Planned(NamedTuple):
+    """A launch that has not been made: the arguments of `Launcher.bind`, by their names there."""
+
+    launcher: Launcher
+    grid: Grid
+    args: tuple[Tensor | int | float, ...]
+    constants: tuple[Any, ...]
+
+    def bind(self) -> Launch:
+        """As `Launcher.bind`."""
+        return self.launcher.bind(self.grid, self.args, *self.constants)
+
+    def compile_ahead(self) -> None:
+        """As `Launcher.ahead`."""
+        self.launcher.ahead(self.args, *self.constants)
 
 
 class Launcher:

@@ -75,13 +75,20 @@ class Phases:
         self.keep(mode, extend(mode, batch, input_ids=ids, positions=positions, features=features))
 
     def compile_ahead(self) -> None:
-        """Have the kernels compiled in other threads that a greedy round launches beside its models."""
-        tensors, tree = self.tensors, self.tensors.tree
+        """Have kernels compiled in other threads: those that lay drafts out, choose and accept greedily.
+
+        Of a tree's that is all but `select_branches`.
+        """
+        tensors, tree, shape = self.tensors, self.tensors.tree, self.tensors.shape
         batch, (tokens, listed) = tensors.batch, self._drafted
+        if tensors.steps is not None:
+            md.draft_steps.compile_ahead(batch, tensors.steps)
         md.build_tree.compile_ahead(batch, tensors.buffers.root, tokens, tree, **listed)
         if self.rule == GREEDY:
             cache, vocabulary = self.resources.cache, self.resources.target.vocab_size
             compile_argmax_ahead(torch.empty(1, vocabulary, dtype=cache.dtype, device=cache.device))
+            if shape.steps and not shape.is_tree:
+                compile_argmax_ahead(self._state.logits[:1])
             md.accept_greedy.compile_ahead(
                 batch, tree.tokens, tree.tokens, tensors.accepted, mask=tensors.mask
             )

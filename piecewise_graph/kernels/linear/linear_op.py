@@ -135,10 +135,10 @@ def compile_ahead(
         sizes: rows of x.
         rows: of each weight. columns: of all.
     """
-    if not _serves(like):
-        return
+    ours = _serves(like)
     for tokens in filter(None, sizes):
-        config = _usual(like.device, tokens, rows, columns, gated) if tokens <= MAX_TOKENS else None
+        few = ours and tokens <= MAX_TOKENS
+        config = _usual(like.device, tokens, rows, columns, gated) if few else None
         if config is not None:
             linear_launch.compile_ahead(config, like, tokens, columns, has_bias, gated)
         elif gated:
