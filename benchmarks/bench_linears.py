@@ -5,7 +5,8 @@
 A layer has four launches: q, k and v, the attention's output, gate and up, down. They run in turn over
 several layers in one captured graph, so each kernel starts while the one before it ends, and no weight is
 left in the cache. One of the four is given other blocks, or cuBLAS, at a time. Weights are random, in bf16.
-Layers are those of public decoders; "llama-3-8b-half" is what one of two tensor-parallel ranks has.
+Sizes are those of public decoders; "llama-3-8b-half" is what one of two tensor-parallel ranks has. All layers
+have a SwiGLU, those of Gemma too, which itself has another activation.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _PARTS = ("q k v", "o", "gate up", "down")
 _WEIGHTS = 2**30  # bytes of all layers at least: many times what the cache holds
 _FASTER = 1.03  # the usual blocks over the best ones, one launch changed
 _LIBRARY = "cuBLAS"
+# Rows of a block, columns of a step, warps.
+_ONE_ROW = ((2, 512, 4), (2, 1024, 4), (2, 2048, 8), (4, 512, 4), (4, 1024, 4), (4, 2048, 4), (8, 512, 4))
 
 
 def _decoder(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int = 0) -> dict[str, int]:
@@ -100,9 +103,7 @@ def usual(layer: Layer, tokens: int, processors: int) -> dict[str, KernelConfig 
 def others(tokens: int) -> Iterator[KernelConfig | None]:
     yield None
     if tokens == 1:
-        for rows, columns, warps in (
-            (2, 512, 4), (2, 1024, 4), (2, 2048, 8), (4, 512, 4), (4, 1024, 4), (4, 2048, 4), (8, 512, 4),
-        ):  # fmt: skip
+        for rows, columns, warps in _ONE_ROW:
             yield KernelConfig(rows, columns, 1, warps, 1, ahead=16 if columns == 2048 and rows == 4 else 4)
         return
     for stages in (4, 5, 7):

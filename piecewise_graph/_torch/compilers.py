@@ -37,7 +37,8 @@ def agree_on_assembler() -> None:
     """Have Triton use the ptxas in this process that Inductor's processes use.
 
     Triton asks for its version once, and keeps kernels on disk under keys that hold it. A process in which a
-    kernel is compiled before Inductor chooses never finds what the others have compiled.
+    kernel is compiled before Inductor chooses never finds what the others have compiled. The choice is an
+    environment variable, TRITON_PTXAS_PATH, which processes started later inherit.
     """
     if torch.cuda.is_available():
         from torch._inductor.runtime import compile_tasks

@@ -80,7 +80,7 @@ class CompiledSegment:
 
 
 def prepare(compiler: str, cache_dir: Folder | None) -> None:
-    """Start what takes long and can go on beside tracing.
+    """What comes before any kernel is compiled, and what takes long and can go on beside tracing.
 
     Inductor's worker processes need seconds to start, and until then kernels are compiled one by one.
     """

@@ -8,6 +8,7 @@ from typing import NamedTuple
 MAX_TOKENS = 64
 ALIGNMENT = 16  # columns; of a multiple of them the kernels load 16 bytes at a time
 PROCESSORS = 132  # of an H100 or H200
+_FULL = 0.8  # of the places of all rounds; between 0.75 and 0.82 of those measured
 SHARED_MEMORY = 172032  # bytes that the blocks of `usual_config` take at most; Hopper has 232448
 
 
@@ -61,11 +62,12 @@ def candidates(tokens: int, rows: int, columns: int) -> list[KernelConfig]:
 def usual_config(
     tokens: int, rows: Sequence[int], columns: int, *, gated: bool = False, processors: int = PROCESSORS
 ) -> KernelConfig | None:
-    """What is fastest for weights `[rows[i], columns]`, as measured on Hopper; None: the library's kernel.
+    """What is fastest for weights `[rows[i], columns]`, as measured on H100s; None: the library's kernel.
 
     Measured were the four launches of a layer in turn, as a decode step has them, of models from 0.4 to 14
-    billion weights on 132 multiprocessors (bench_linears). Where weights would leave much of the device idle,
-    for want of blocks or in the last round of them, blocks are smaller.
+    billion weights on 132 multiprocessors (bench_linears). Where blocks would leave many multiprocessors
+    without one, in one round of them or in the last of several, they are smaller. The bounds lie between
+    sizes that were measured.
 
     Args:
         gated: the weights are those of a SwiGLU.
@@ -80,7 +82,7 @@ def usual_config(
     if gated and sum(rows) >= 32 * processors:
         return _of_swiglu(tokens, sum(rows), columns, processors)
     if tokens > 32 and len(rows) == 1 and rows[0] <= min(32 * processors, columns // 2):
-        return None  # few blocks of long rows: cuBLAS cuts the columns too
+        return None  # few blocks of long rows: cuBLAS cuts the columns, so that it has more of them
     if columns < 512 or tokens > 32 or sum(rows) > 32 * processors:
         return KernelConfig(64, 128, 1, 4, _stages(tokens))
     return _in_parts(tokens, rows, processors)
@@ -93,13 +95,13 @@ def _of_one_row(rows: int, columns: int, processors: int) -> KernelConfig:
 
 
 def _of_swiglu(tokens: int, rows: int, columns: int, processors: int) -> KernelConfig:
-    """What is best depends on whether a fifth of the device would be idle in the last round of several.
+    """Blocks of 128 rows, unless they need several rounds and leave a fifth of these rounds' places empty.
 
     Then blocks are smaller, or pairs of them share a multiprocessor: its memory holds four stages of each.
     """
     blocks = -(-rows // 128)
     rounds = -(-blocks // processors)
-    idle, long = rounds > 1 and blocks < 0.8 * rounds * processors, columns >= 4096
+    idle, long = rounds > 1 and blocks < _FULL * rounds * processors, columns >= 4096
     if tokens > 16 and idle and rounds == 2 and not long:
         return KernelConfig(128, 64, 1, 4, 4)
     if tokens > 32:
