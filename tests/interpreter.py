@@ -19,9 +19,9 @@ starts_the_interpreter = pytest.mark.skipif(
 )
 
 
-def assert_passes_interpreted(file: str) -> None:
-    """All tests of `file` pass in a process whose kernels are interpreted."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
+def assert_passes_interpreted(*files: str) -> None:
+    """All tests of `files` pass in a process whose kernels are interpreted."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -1,4 +1,7 @@
-"""A sum over ranks, its residual and their norm as one op: which graphs have it, and that it is right."""
+"""A sum over ranks, its residual and their norm as one op: which graphs have it, and that it is right.
+
+test_peer_memory.py runs this file in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import assert_passes_interpreted, starts_the_interpreter
 from peers import WIDTH, Summed, needs_kernels_of_a_cpu, prepared, rows_of, summing
 from ranks import values
 from torch import Tensor, distributed
@@ -157,8 +159,3 @@ def test_what_is_summed_may_be_written_before_it_is_added(is_residual: bool) -> 
 def test_rows_of_any_size_are_added_and_normalised(tmp_path: Path, dtype: torch.dtype) -> None:
     shapes = [[3, 64], [16, 16], [1, 100], [17, 64], [0, 64], [2, 1], [5, 1000]]
     values(2, summing, str(tmp_path), _norms, shapes, dtype)
-
-
-@starts_the_interpreter
-def test_kernels_on_a_cpu() -> None:
-    assert_passes_interpreted(__file__)
