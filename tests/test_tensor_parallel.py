@@ -24,6 +24,7 @@ from piecewise_graph.errors import AddressMovedError
 
 MODELS = Path(__file__).parent.parent / "benchmarks" / "models"
 PROMPT = [byte + 3 for byte in b"import os\nimport sys\n"]
+PROMPTS = [PROMPT, PROMPT[:5]]
 OPTIONS = {"compiler": "eager", "rank_timeout": 60.0}
 HEAD_DIM = 64
 
@@ -97,23 +98,34 @@ def test_generate_gives_the_tokens_of_one_process(ranks: int) -> None:
         assert found["counters"]["replays"] >= 2 * (12 - 2) and found["counters"]["fallbacks"] == 0
 
 
-def _speculated(head: str | None, shard: bool = True) -> dict[str, Any]:
+def _speculator(tp: bool, head: str | None, shard: bool, **options: Any) -> tuple[Speculator, Any]:
     pg.register_attention()
-    answers = []
-    for tp in (False, True):
-        target = model(tp, "piecewise")
-        draft = None if head is None else load_draft(head, target, shard=shard)
-        shape = 0 if head is None else 3
-        speculator = Speculator(target, draft, shapes=[shape, 0], max_requests=2, options=OPTIONS)
-        pg.counters.clear()
-        # With how much of each draft was accepted: a wrong draft changes no token.
-        answers.append(speculator.generate([PROMPT, PROMPT[:5]], max_new_tokens=12, return_stats=True))
-    found = {"same": answers[0] == answers[1], "counters": pg.counters.snapshot()}
+    target = model(tp, "piecewise")
+    draft = None if head is None else load_draft(head, target, shard=shard)
+    shapes = [0 if head is None else 3, 0]
+    return Speculator(target, draft, shapes=shapes, max_requests=2, options=OPTIONS, **options), draft
+
+
+def _served_alone(head: str | None) -> Any:
+    speculator, _ = _speculator(False, head, False, graphs="eager")
+    return speculator.generate(PROMPTS, max_new_tokens=12, return_stats=True)
+
+
+def of_one_process(head: str | None) -> Any:
+    """Tokens, and how much of each draft was accepted: a wrong draft changes no token."""
+    (found,) = values(1, _served_alone, head)
+    return found
+
+
+def _speculated(head: str | None, shard: bool, drafts: str, expected: Any) -> dict[str, Any]:
+    speculator, draft = _speculator(True, head, shard, draft_options=OPTIONS | {"compiler": drafts})
+    answer = speculator.generate(PROMPTS, max_new_tokens=12, return_stats=True)
+    found = {"same": answer == expected, "counters": pg.counters.snapshot()}
     found["rows"] = 0 if draft is None else len(_local(draft.layers[0].self_attn.k_proj.weight))
-    found["accepted"] = sum(each.num_accepted_tokens for each in answers[1][1].requests)
+    found["accepted"] = sum(each.num_accepted_tokens for each in answer[1].requests)
     with only_on(1, "piecewise_graph.eagle.rounds.phase_runner.PhaseRunner.seconds", _slow_drafts):
-        planned = speculator.generate([PROMPT, PROMPT[:5]], max_new_tokens=12, shape="auto")
-    return found | {"planned": planned == answers[0][0], "plan": str(speculator.planner)}
+        planned = speculator.generate(PROMPTS, max_new_tokens=12, shape="auto")
+    return found | {"planned": planned == expected[0], "plan": str(speculator.planner)}
 
 
 def _slow_drafts(original: Any, runner: Any, device: torch.device) -> float:
@@ -122,20 +134,21 @@ def _slow_drafts(original: Any, runner: Any, device: torch.device) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "head", "shard", "kv_heads"),
+    ("ranks", "head", "shard", "drafts", "kv_heads"),
     [
-        (2, None, True, 0),
-        (4, None, True, 0),
-        (2, "eagle1", True, 1),
-        (2, "eagle3", True, 1),
-        (2, "eagle1", False, 2),
+        (2, None, True, "eager", 0),
+        (4, None, True, "eager", 0),
+        (2, "eagle1", True, "inductor", 1),
+        (2, "eagle3", True, "eager", 1),
+        (2, "eagle1", False, "eager", 2),
     ],
 )
 def test_the_engine_gives_the_tokens_of_one_process(
-    ranks: int, head: str | None, shard: bool, kv_heads: int
+    ranks: int, head: str | None, shard: bool, drafts: str, kv_heads: int
 ) -> None:
     """Its rounds are full graphs, each rank's attention reads the KV heads of the rank."""
-    answers = values(ranks, _speculated, head and str(MODELS / f"byte-llama-{head}"), shard, within=300.0)
+    path = head and str(MODELS / f"byte-llama-{head}")
+    answers = values(ranks, _speculated, path, shard, drafts, of_one_process(path), within=300.0)
     for found in answers:
         assert found["rows"] == kv_heads * HEAD_DIM and (found["accepted"] > 0) is (head is not None)
         assert found["same"] and found["planned"]
@@ -154,7 +167,8 @@ def test_a_head_with_as_many_kv_heads_as_ranks_is_cut_and_accepts_the_same(tmp_p
         weight = tensors[f"layers.0.self_attn.{name}.weight"].unflatten(0, (2, HEAD_DIM))
         tensors[f"layers.0.self_attn.{name}.weight"] = weight.repeat_interleave(2, 0).flatten(0, 1)
     save_file(tensors, tmp_path / "model.safetensors")
-    for found in values(4, _speculated, str(tmp_path), within=300.0):
+    path = str(tmp_path)
+    for found in values(4, _speculated, path, True, "eager", of_one_process(path), within=300.0):
         assert found["rows"] == HEAD_DIM and found["accepted"] > 0
         assert found["same"] and found["planned"]
 
