@@ -124,22 +124,35 @@ def test_ranks_with_other_clocks_generate_the_same_tokens() -> None:
 # The command.
 
 
-def _command(folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], Any]:
-    command = [sys.executable, "-m", "piecewise_graph", *TINY, "--json", str(folder / "out.json"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
-    assert done.returncode == 0, done.stderr
-    return done, json.loads((folder / "out.json").read_text())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--request-rate", "50", "--random-draft", "eagle1")])
-def test_the_command_serves_a_load_on_several_ranks(tmp_path: Path, options: tuple[str, ...]) -> None:
-    done, results = _command(tmp_path, *options)
-    assert done.stdout.count("max_concurrency") == 1
+def _assert_served(file: Path, printed: str, rate: float | str) -> None:
+    results = json.loads(file.read_text())
+    assert printed.count("max_concurrency") == 1
     assert results["command"].startswith("python -m piecewise_graph bench serving --tp 2 --random-weights")
     (row,) = results["rows"]
     assert row["max_concurrency"] == 2 and row["output_throughput"] > 0 and row["mean_tpot_ms"] > 0
-    assert results["load"]["request_rate"] == (50.0 if options else "inf")
+    assert results["load"]["request_rate"] == rate
+
+
+@pytest.mark.slow
+def test_the_command_serves_a_load_on_several_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "piecewise_graph", *TINY, "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr
+    _assert_served(tmp_path / "out.json", done.stdout, "inf")
+
+
+def _on_this_rank(*options: str) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        return main([*TINY, *options]), told.getvalue()
+
+
+@pytest.mark.slow
+def test_the_command_serves_a_draft_and_a_load_that_arrives_on_several_ranks(tmp_path: Path) -> None:
+    """In ranks that another launcher than the command has started."""
+    more = ["--request-rate", "50", "--random-draft", "eagle1", "--json", str(tmp_path / "out.json")]
+    answers = values(2, _on_this_rank, *more, within=500.0)
+    assert [status for status, _ in answers] == [0, 0]
+    _assert_served(tmp_path / "out.json", "".join(printed for _, printed in answers), 50.0)
 
 
 def _in_a_group(tp: str) -> tuple[int, str]:
