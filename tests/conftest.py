@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-import torch._dynamo.guards
+from cheap_traces import make_traces_cheap
 from hypothesis import HealthCheck, settings
 from torch import nn
 
@@ -24,19 +23,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 settings.register_profile("piecewise", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("piecewise")
 
-# pytest listens to loggers that do not hand on what they get. Torch's trace log is one, which describes every
-# tensor and guard of a trace as soon as somebody listens: a tenth of the time of all tests.
-logging.getLogger("torch.__trace").propagate = True
-
-# Behind each trace Dynamo collects garbage, and times the guards with the processor's caches flushed: 20 ms.
-torch._dynamo.config.run_gc_after_compile = False
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-
-# What torch has made by now stays: the collector need not look at it again and again.
 gc.collect()
-gc.freeze()
-# A trace makes objects by the hundred thousand. With Python's threshold, collection is a fifth of the time.
-gc.set_threshold(100_000, 20, 20)
+make_traces_cheap()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

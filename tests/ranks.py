@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from cheap_traces import make_traces_cheap
 from torch import distributed
 
 # Processes are forked from one that has loaded what tests import: to load it takes seconds, to fork does not.
@@ -103,6 +104,7 @@ def _run(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    make_traces_cheap()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}  # as torchrun does
     if backend == "nccl":
         torch.cuda.set_device(rank)
