@@ -144,23 +144,26 @@ class TestKernels:
     def test_a_round_beside_its_models(
         self, size: int, nodes: int, vocabulary: int, dtype: torch.dtype
     ) -> None:
-        """Drafts are laid out, tokens chosen from logits, and drafts accepted."""
+        """Drafts are prepared and laid out, tokens chosen from logits, and drafts accepted."""
         batch = random_batch(nodes, size, 16, room=0, device=DEVICE)
         tree = md.Tree.allocate(batch, nodes=nodes)
         accepted = md.Accepted.allocate(batch, nodes=nodes, steps=nodes - 1)
         drafts = torch.zeros(size, nodes - 1, dtype=torch.int32, device=DEVICE)
         logits = torch.zeros(size * nodes, vocabulary, dtype=dtype, device=DEVICE)
         laid_out = batch, torch.zeros_like(batch.requests), drafts, tree
+        steps = md.DraftSteps.allocate(batch, steps=max(nodes - 1, 1), topk=1)
         with pytest.MonkeyPatch.context() as monkeypatch:
             asked = Asked(monkeypatch)
+            md.draft_steps.compile_ahead(batch, steps)
             md.build_tree.compile_ahead(*laid_out)
             compile_argmax_ahead(logits[:1])
             md.accept_greedy.compile_ahead(batch, tree.tokens, tree.tokens, accepted)
             assert not asked.used
+            md.draft_steps.kernel(md.draft_steps.flatten(batch, steps))()
             md.build_tree.kernel(md.build_tree.flatten(*laid_out))()
             given = md.accept_greedy.flatten(batch, tree.tokens, argmax(logits), accepted)
             md.accept_greedy.kernel(given)()
-            assert asked.used == asked.ahead and len(asked.used) == 4
+            assert asked.used == asked.ahead and len(asked.used) == 4 + (nodes > 2)
 
 
 @pytest.mark.gpu

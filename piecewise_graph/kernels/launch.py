@@ -54,8 +54,9 @@ class Planned(NamedTuple):
         return self.launcher.bind(self.grid, self.args, *self.constants)
 
     def compile_ahead(self) -> None:
-        """As `Launcher.ahead`."""
-        self.launcher.ahead(self.args, *self.constants)
+        """As `Launcher.ahead`; nothing is compiled for a launch of no programs."""
+        if 0 not in self.grid:
+            self.launcher.ahead(self.args, *self.constants)
 
 
 class Launcher:
