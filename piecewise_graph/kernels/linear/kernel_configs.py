@@ -83,9 +83,8 @@ def usual_config(
         return _of_swiglu(tokens, sum(rows), columns, processors)
     if tokens > 32 and len(rows) == 1 and rows[0] <= min(32 * processors, columns // 2):
         return None  # few blocks of long rows: cuBLAS cuts the columns, so that it has more of them
-    if columns < 512 or tokens > 32 or sum(rows) > 32 * processors:
-        return KernelConfig(64, 128, 1, 4, _stages(tokens))
-    return _in_parts(tokens, rows, processors)
+    in_parts = _in_parts(tokens, rows, processors) if columns >= 512 and tokens <= 32 else None
+    return in_parts or KernelConfig(64, 128, 1, 4, _stages(tokens))
 
 
 def _of_one_row(rows: int, columns: int, processors: int) -> KernelConfig:
@@ -98,23 +97,24 @@ def _of_swiglu(tokens: int, rows: int, columns: int, processors: int) -> KernelC
     """Blocks of 128 rows, unless they need several rounds and leave a fifth of these rounds' places empty.
 
     Then blocks are smaller, or pairs of them share a multiprocessor: its memory holds four stages of each.
+    Where columns are long, blocks are smaller for 17 to 32 rows of x as well.
     """
     blocks = -(-rows // 128)
     rounds = -(-blocks // processors)
     idle, long = rounds > 1 and blocks < _FULL * rounds * processors, columns >= 4096
     if tokens > 16 and idle and rounds == 2 and not long:
         return KernelConfig(128, 64, 1, 4, 4)
-    if tokens > 32:
-        return KernelConfig(128, 64, 1, 4, 5)
-    return KernelConfig(*((64, 128) if idle or (long and tokens > 16) else (128, 64)), 1, 4, 7)
+    smaller = tokens <= 32 and (idle or (long and tokens > 16))
+    block_n, block_k = (64, 128) if smaller else (128, 64)
+    return KernelConfig(block_n, block_k, 1, 4, _stages(tokens))
 
 
-def _in_parts(tokens: int, rows: Sequence[int], processors: int) -> KernelConfig:
+def _in_parts(tokens: int, rows: Sequence[int], processors: int) -> KernelConfig | None:
     """Blocks so small that one round of them, or of pairs that share a multiprocessor, fills the device."""
     if sum(rows) <= 16 * processors:
         return KernelConfig(16, 128, 1, 4, 5 if tokens <= 16 else 4, parts=4, ahead=16)
-    if len(rows) > 1 or tokens > 16:
-        return KernelConfig(64, 128, 1, 4, _stages(tokens))
+    if len(rows) > 1 or tokens > 16 or sum(rows) > 32 * processors:
+        return None
     if sum(rows) <= 24 * processors:
         return KernelConfig(16, 128, 1, 4, 4, parts=4, ahead=16)
     return KernelConfig(32, 128, 1, 4, 7, parts=2, ahead=16)

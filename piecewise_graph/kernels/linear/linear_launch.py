@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piecewise_graph.kernels.launch import Launcher, dependent_launches
+from piecewise_graph.kernels.launch import Launcher, Planned, dependent_launches
 from piecewise_graph.kernels.linear.kernel_configs import ALIGNMENT, KernelConfig
 
 MEMBERS = 3  # at most, of a launch
@@ -42,16 +42,19 @@ def swiglu_few(
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up` of contiguous tensors of one shape."""
-    out, count = torch.empty_like(gate), gate.numel()
-    dependent = dependent_launches(gate.device)
-    _elementwise(dependent)((-(-count // _ELEMENTS), 1, 1), (gate, up, out, count), _ELEMENTS, dependent)
+    out = torch.empty_like(gate)
+    _silu_times(gate, up, out).bind()()
     return out
 
 
 def compile_silu_times_ahead(like: Tensor) -> None:
     """Have the kernel of `silu_times` compiled in another thread; `like` is like its operands."""
-    dependent = dependent_launches(like.device)
-    _elementwise(dependent).ahead((like, like, like, 1), _ELEMENTS, dependent)
+    _silu_times(like, like, like).compile_ahead()
+
+
+def _silu_times(gate: Tensor, up: Tensor, out: Tensor) -> Planned:
+    dependent, grid = dependent_launches(gate.device), (-(-gate.numel() // _ELEMENTS), 1, 1)
+    return Planned(_elementwise(dependent), grid, (gate, up, out, gate.numel()), (_ELEMENTS, dependent))
 
 
 def _rows(x: Tensor) -> Tensor:
