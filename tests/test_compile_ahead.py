@@ -15,13 +15,18 @@ from interpreter import assert_passes_interpreted, needs_kernels, starts_the_int
 from linear_operands import DEVICE, DTYPES, EXAMPLES, operands
 from metadata_cases import random_batch
 from test_attention import shapes
+from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn import functional
 
+import piecewise_graph as pg
 from piecewise_graph.compiler.choosing_linears import choosing_linears, compile_kernels_ahead
 from piecewise_graph.custom_ops import metadata as md
-from piecewise_graph.custom_ops.attention import compile_ahead
+from piecewise_graph.custom_ops.attention import BatchBuffers, compile_ahead
+from piecewise_graph.custom_ops.attention.attention_op import compile_call_ahead
 from piecewise_graph.custom_ops.attention.implementations import serve
+from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 from piecewise_graph.custom_ops.token_choice import argmax, compile_argmax_ahead
 from piecewise_graph.kernels import launch
 from piecewise_graph.kernels.launch import Launcher
@@ -138,6 +143,43 @@ class TestKernels:
             serve(case.batch, case.call, False)
             compile_ahead(case.batch)
             assert asked.ahead == {key for key in asked.used if key[0] == "attend_kernel"}
+
+    @EXAMPLES
+    @given(shapes(), st.booleans())
+    def test_attention_that_a_trace_will_call(self, shape: Shape, announced: bool) -> None:
+        """The op sees fake tensors, of a number of rows that is not known."""
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            asked = Asked(monkeypatch)
+            case = make_case(shape, dtype=torch.float16, device=DEVICE, implementation="triton")
+            call = case.call
+            if announced:
+                compile_ahead(case.batch)
+            rows = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC, DimDynamic.STATIC])
+            mode = FakeTensorMode(shape_env=ShapeEnv())
+            q, k, v = (mode.from_tensor(x, symbolic_context=rows) for x in (call.q, call.k, call.v))
+            with pg.forward_context(attention=case.batch):
+                compile_call_ahead(q, k, v, q, 0, 1.0, call.window, call.softcap, "triton")
+            assert asked.ahead and not asked.used
+            serve(case.batch, case.call, False)
+            assert asked.ahead == {key for key in asked.used if key[0] == "attend_kernel"}
+
+    @EXAMPLES
+    @given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(0, 3))
+    def test_a_batch_of_prompts(self, rows: list[int], room: int) -> None:
+        """One variant serves batches of other sizes as well."""
+        pages: dict[str, Any] = {"num_pages": 1 + 3 * len(rows), "page_size": 16, "device": DEVICE}
+        cache = PagedKVCache(num_layers=1, kv_heads=1, head_dim=8, dtype=torch.float16, **pages)
+        table = RequestTable(max_requests=len(rows), max_seq_len=48, **pages)
+        slots = [table.open() for _ in rows]
+        table.reserve(dict(zip(slots, rows, strict=True)))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            asked = Asked(monkeypatch)
+            BatchBuffers(cache, table, num_requests=1, num_tokens=7, max_query_len=7).compile_ahead()
+            assert not asked.used
+            BatchBuffers(
+                cache, table, num_requests=len(rows) + room, num_tokens=sum(rows) + room, max_query_len=40
+            ).fill(slots, rows, rows)
+            assert asked.used <= asked.ahead
 
     @EXAMPLES
     @given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 5000), st.sampled_from(DTYPES))

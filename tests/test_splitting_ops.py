@@ -9,6 +9,7 @@ import pytest
 import torch
 from internals import registered_names, unregister_splitting_op
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from toys import WIDTH, assert_same, compiled, define, ops, rows
 
 import piecewise_graph as pg
@@ -101,6 +102,29 @@ def test_op_that_returns_an_alias_is_refused(name: str) -> None:
 def test_capturable_implies_padded() -> None:
     assert pg.register_splitting_op("toy::mix_out", capturable=True).padded
     assert not pg.register_splitting_op("toy::mix_out").padded
+
+
+def test_op_hears_of_its_calls_before_segments_are_compiled(device: torch.device) -> None:
+    compiles, heard = list[int](), list[tuple[Any, ...]]()
+
+    def compile_ahead(x: Tensor, factor: float = 1.0) -> None:
+        compiles.append(pg.counters.snapshot()["compiles"])
+        heard.append((is_fake(x), x.dim(), x.shape[1], x.dtype, x.device.type, factor))
+
+    define(
+        "announced(Tensor x, float factor=1.0) -> Tensor", torch.mul, lambda x, factor: torch.empty_like(x)
+    )
+    pg.register_splitting_op("toy::announced", compile_ahead=compile_ahead)
+    try:
+        fast = compiled(lambda x: ops.announced(ops.announced(x + 1, 2.0) + 1, factor=3.0) * 2)
+        before = pg.counters.snapshot()["compiles"]
+        for n in (3, 5):
+            x = rows(n, device)
+            assert_same(fast(x), ((x + 1) * 2 + 1) * 6)
+        assert compiles == [before] * 2
+        assert heard == [(True, 2, WIDTH, torch.float32, device.type, factor) for factor in (2.0, 3.0)]
+    finally:
+        unregister_splitting_op("toy::announced")
 
 
 def test_sdpa_is_registered_by_default() -> None:

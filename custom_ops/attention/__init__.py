@@ -2,11 +2,11 @@
 
 from piecewise_graph import register_splitting_op
 
-from .attention_op import attention as attention, bind
+from .attention_op import attention as attention, bind, compile_call_ahead
 from .batch import AttentionBatch as AttentionBatch
 from .batch_buffers import BatchBuffers as BatchBuffers, make_batch as make_batch
 from .implementations import compile_ahead as compile_ahead
 
-register_splitting_op("piecewise::attention", capturable=True, bind=bind)
+register_splitting_op("piecewise::attention", capturable=True, bind=bind, compile_ahead=compile_call_ahead)
 
 __all__ = ["AttentionBatch", "BatchBuffers", "attention", "compile_ahead", "make_batch"]

@@ -19,8 +19,9 @@ from torch import Tensor
 from piecewise_graph.context import get_forward_context
 
 from ..errors import AttentionError
-from .call import AttentionCall
-from .implementations import serve
+from .batch import AttentionBatch
+from .call import AttentionCall, traits_of
+from .implementations import expect_call, serve
 from .packed import attend_packed
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
@@ -51,18 +52,44 @@ def bind(
     call = AttentionCall(q, k, v, out, layer, scale, window, softcap, implementation, num_tokens)
 
     def run() -> None:
-        context = get_forward_context()
-        fields = context.fields
-        captured = context.full_graph or fields.get("in_graph", False)
-        batch = fields.get("attention")
+        batch, captured = _batch()
         if batch is not None:
             serve(batch, call, captured)
-        elif (cu_seqlens := fields.get("cu_seqlens")) is not None:
+        elif (cu_seqlens := get_forward_context().fields.get("cu_seqlens")) is not None:
             attend_packed(call, cu_seqlens, captured)
         else:
             raise AttentionError.no_batch()
 
     return run
+
+
+def compile_call_ahead(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    layer: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str = "auto",
+) -> None:
+    """Have compiled, in other threads, what the op will launch for the forward context's batch and others.
+
+    The others are those given to `compile_ahead`.
+
+    Args:
+        q, k, v, out: may be fake tensors; of their shapes, the rows may be symbolic.
+    """
+    batch, captured = _batch()
+    if batch is not None:
+        expect_call(batch, traits_of(q, k, window, softcap, implementation), captured)
+
+
+def _batch() -> tuple[AttentionBatch | None, bool]:
+    """The forward context's batch, and whether its calls are, or will be, part of a graph."""
+    context = get_forward_context()
+    return context.fields.get("attention"), context.full_graph or context.fields.get("in_graph", False)
 
 
 def _attention(*args: Any) -> None:

@@ -18,6 +18,8 @@ from .batch import AttentionBatch
 class BatchBuffers:
     """The tensors of an `AttentionBatch`, which `fill` rewrites in place, as full graphs need it.
 
+    Until then it is a batch of padding, without requests.
+
     Args:
         num_requests: of the batch, padded ones included.
         num_tokens: rows of the batch, padded ones included. In a full graph that is the capture size to which
@@ -63,6 +65,10 @@ class BatchBuffers:
             max_seq_len=max_seq_len or table.max_pages * cache.page_size,
             query_len=max_query_len if uniform else None,
         )
+
+    def compile_ahead(self) -> None:
+        """Have compiled, in another thread, the kernel that `fill` launches."""
+        extend_batch.compile_ahead(self._request, self._query_lens, self._rows)
 
     def fill(
         self,

@@ -64,11 +64,7 @@ class AttentionCall:
 
     @cached_property
     def traits(self) -> Traits:
-        heads, head_dim = self.q.shape[1:]
-        return _traits(
-            self.implementation, self.q.device.type, self.q.dtype, heads, self.k.shape[1], head_dim,
-            self.window, self.softcap,
-        )  # fmt: skip
+        return traits_of(self.q, self.k, self.window, self.softcap, self.implementation)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +100,12 @@ class Traits:
         return AttentionCall(
             q, k, k.clone(), q.clone(), 0, 1.0, self.window, self.softcap, self.implementation
         )
+
+
+def traits_of(q: Tensor, k: Tensor, window: int | None, softcap: float | None, implementation: str) -> Traits:
+    """Of a call with these arguments; `q [rows, heads, head_dim]` and `k [rows, kv_heads, head_dim]`."""
+    heads, head_dim = q.shape[1:]
+    return _traits(implementation, q.device.type, q.dtype, heads, k.shape[1], head_dim, window, softcap)
 
 
 _traits = cache(Traits)

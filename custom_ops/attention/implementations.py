@@ -71,19 +71,31 @@ def use(
     attend = partial(mode.attend, batch, mode.prepare(batch, call))
     batch.served_by[call.traits, captured] = attend
     if not captured:
-        _expected(batch.kv_cache).served(call.traits)
+        _expected(batch.kv_cache).call(call.traits)
     return attend
 
 
 def compile_ahead(batch: AttentionBatch, *, captured: bool = False) -> None:
     """Have compiled, in other threads, what the calls of a batch will launch that will be served soon.
 
-    That begins when the batch's cache has served a call of the same kind, of any batch.
+    That begins when it is known which kinds of calls there are: when a trace that is compiled has one, or one
+    is served, of any batch of the same cache.
 
     Args:
         captured: the calls will be part of a graph.
     """
     _expected(batch.kv_cache).expect(batch, captured)
+
+
+def expect_call(batch: AttentionBatch, traits: Traits, captured: bool) -> None:
+    """Have compiled, in other threads, what calls of this kind launch, of `batch` and all announced ones.
+
+    Args:
+        captured: the calls of `batch` will be part of a graph.
+    """
+    expected = _expected(batch.kv_cache)
+    expected.expect(batch, captured)
+    expected.call(traits)
 
 
 class _Expected:
@@ -93,14 +105,16 @@ class _Expected:
         self._traits = set[Traits]()
         self._batches = WeakKeyDictionary[AttentionBatch, bool]()
 
-    def served(self, traits: Traits) -> None:
-        """A call of this kind is about to be served."""
+    def call(self, traits: Traits) -> None:
+        """There are calls of this kind."""
         if traits not in self._traits:
             self._traits.add(traits)
             for batch, captured in list(self._batches.items()):
                 self._compile(traits, batch, captured)
 
     def expect(self, batch: AttentionBatch, captured: bool) -> None:
+        if self._batches.get(batch) is captured:
+            return
         self._batches[batch] = captured
         for traits in self._traits:
             self._compile(traits, batch, captured)

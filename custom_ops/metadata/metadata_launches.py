@@ -17,7 +17,8 @@ from piecewise_graph.kernels.launch import Launcher, Planned
 from . import accept_kernels, metadata_kernels, tree_kernels
 from .op_signature import Call
 
-_BLOCK = 1024
+# One variant of extend_batch serves nearly all batches, so that the first prompts wait for no compile.
+_EXTEND_BLOCK, _EXTEND_REQUESTS = 256, 32
 _BLOCK_V = 8192
 _pow2 = triton.next_power_of_2
 
@@ -41,12 +42,11 @@ def plan(call: Call, tensors: list[Tensor]) -> Planned:
 def _extend_batch(call: Call, tensors: list[Tensor]) -> Planned:
     size, rows, row_pages, pages = (call.sizes[letter] for letter in "BTPQ")
     longest = max(rows, pages, 1)
-    block = min(_BLOCK, _pow2(longest))
     return Planned(
         _launcher(metadata_kernels.extend_batch_kernel, 4),
-        (size + 1, triton.cdiv(longest, block), 1),
+        (size + 1, triton.cdiv(longest, _EXTEND_BLOCK), 1),
         (*tensors, size, rows, row_pages, pages),
-        (call.sizes["page_size"], _pow2(size), block),
+        (call.sizes["page_size"], max(_pow2(size), _EXTEND_REQUESTS), _EXTEND_BLOCK),
     )
 
 

@@ -30,7 +30,12 @@ from piecewise_graph.splitter.merged_weights import Merge
 from piecewise_graph.splitter.source_names import readable_source
 from piecewise_graph.splitter.split import Unsplittable
 from piecewise_graph.splitter.split_graph import Ref, SegmentStep, SplitGraph, references
-from piecewise_graph.splitter.splitting_ops import bind_arguments, may_write, written_arguments
+from piecewise_graph.splitter.splitting_ops import (
+    bind_arguments,
+    compile_ops_ahead,
+    may_write,
+    written_arguments,
+)
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +66,7 @@ def build_program(
     except Unsplittable as error:
         return error.reason
     graph, breaks = proved.split, _torch.returns_intermediates(gm)
+    compile_ops_ahead(traced)
     for op in graph.leaks:
         warnings.warn(LeakWarning.inside_segment(op), stacklevel=2)
     program = Program(

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
-from piecewise_graph._torch import OpOverload, OpOverloadPacket
+from piecewise_graph._torch import OpOverload, OpOverloadPacket, example_value
 from piecewise_graph.errors import SplittingOpError
 from piecewise_graph.splitter.dense_keys import scaled_dot_product_attention
 
@@ -40,12 +41,15 @@ class SplittingOp:
         bind: the op's arguments and `num_tokens=` -> a call of no arguments that does the same, made once
             per bucket and token count; it saves the dispatcher and all work that depends on the arguments
             alone.
+        compile_ahead: the op's arguments, tensors among them without data -> None; has kernels compiled in
+            other threads that such a call will launch.
     """
 
     name: str
     padded: bool = False
     capturable: bool = False
     bind: Callable[..., Callable[[], Any]] | None = None
+    compile_ahead: Callable[..., None] | None = None
 
 
 TORCH_ATTENTION = "aten::scaled_dot_product_attention"
@@ -62,6 +66,7 @@ def register_splitting_op(
     padded: bool = False,
     capturable: bool = False,
     bind: Callable[..., Callable[[], Any]] | None = None,
+    compile_ahead: Callable[..., None] | None = None,
 ) -> SplittingOp:
     """Cut graphs at `name` from the next trace on.
 
@@ -74,6 +79,8 @@ def register_splitting_op(
         bind: called with the op's arguments and the keyword `num_tokens` (how many rows are live), once per
             bucket and token count; returns a call of no arguments that replays make instead of the op. For
             ops whose dispatch is worth saving.
+        compile_ahead: called with the arguments of each call in a trace, tensors as fake ones, before the
+            trace's segments are compiled. It has the op's kernels compiled in other threads meanwhile.
 
     Raises:
         SplittingOpError: no name of an op, or a schema that cannot be true.
@@ -84,7 +91,7 @@ def register_splitting_op(
         log.info("splitting op %s is not defined yet; it is checked in the first graph that calls it", name)
     else:
         _check_schemas(name, packet)
-    op = SplittingOp(name, padded or capturable, capturable, bind)
+    op = SplittingOp(name, padded or capturable, capturable, bind, compile_ahead)
     _registry[name] = op
     _builtins.update(dict.fromkeys(_python_callables(name), name))
     return op
@@ -103,6 +110,15 @@ def splitting_op_of(node: Node) -> SplittingOp | None:
         _check_schemas(name, packet)
         _undefined.remove(name)
     return _registry.get(name) if name else None
+
+
+def compile_ops_ahead(gm: GraphModule) -> None:
+    """Have the kernels compiled in other threads that the splitting ops of a traced graph will launch."""
+    for node in gm.graph.nodes:
+        op = splitting_op_of(node)
+        if op is not None and op.compile_ahead is not None:
+            args, kwargs = map_arg((node.args, node.kwargs), example_value)
+            op.compile_ahead(*args, **kwargs)
 
 
 def _op_name(target: Any) -> str | None:

@@ -94,25 +94,27 @@ class Prefill:
 
     def prepare(self) -> None:
         """Compile, and capture the piecewise tapes on padded rows only, largest first; once."""
-        models, caches = self.resources.models, (self.resources.cache, self.resources.draft_cache)
+        models = self.resources.models
+        caches = list(filter(None, [self.resources.cache, self.resources.draft_cache]))
         # The round sizes as well: a prefill batch is padded to the next captured size of any phase.
         sizes = [size for size in models.target.sizes if size <= self.resources.limits.prefill_rows]
         if all(models.target.is_prepared(self.mode, rows) for rows in sizes):
             return
         if self.mode != PIECEWISE:
             sizes = sizes[-1:]  # one call compiles for all
-        paddings = {rows: [cache and self._padding(cache, rows) for cache in caches] for rows in sizes}
-        for batch in filter(None, chain.from_iterable(paddings.values())):
-            compile_ahead(batch)
+        paddings = {rows: [self._padding(cache, rows) for cache in caches] for rows in sizes}
+        for padding in chain.from_iterable(paddings.values()):
+            padding.compile_ahead()
+            compile_ahead(padding.batch)
         for rows in sorted(sizes, reverse=True):
             # Equal rows would prove nothing about padding, and tapes would serve exact sizes only.
             ids = torch.arange(rows, dtype=torch.int32, device=self.resources.device) % 2
-            target_batch, draft_batch = paddings[rows]
+            target, *drafts = paddings[rows]
             _, features = models.target(
-                self.mode, target_batch, input_ids=ids[None], position_ids=ids.clone()[None]
+                self.mode, target.batch, input_ids=ids[None], position_ids=ids.clone()[None]
             )
-            if draft_batch is not None:
-                self._draft(draft_batch, ids, ids.clone(), features.clone(), self.mode)
+            for draft in drafts:
+                self._draft(draft.batch, ids, ids.clone(), features.clone(), self.mode)
 
     def lay_out(self, pieces: Sequence[Piece]) -> Chunk:
         """Send pieces to the device; their pages are reserved. Waits for nothing."""
@@ -238,10 +240,6 @@ class Prefill:
     def _longs(self, values: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self.resources.device)
 
-    def _padding(self, cache: Any, rows: int) -> Any:
+    def _padding(self, cache: Any, rows: int) -> BatchBuffers:
         """A batch of `rows` rows without a request."""
-        buffers = BatchBuffers(
-            cache, self.resources.table, num_requests=1, num_tokens=rows, max_query_len=rows
-        )
-        buffers.fill([], [], [], padded=True)
-        return buffers.batch
+        return BatchBuffers(cache, self.resources.table, num_requests=1, num_tokens=rows, max_query_len=rows)
