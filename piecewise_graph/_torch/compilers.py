@@ -20,6 +20,10 @@ from piecewise_graph._torch.wrappers import uncompiled
 # would bake the weights of one layer into code that all equal layers share.
 _PATCHES = {"triton.cudagraphs": False, "freezing": False}
 
+# Inductor tunes a kernel on random arguments before it is stored. Those as large as a table of embeddings
+# would be most of what a start needs beside the model; such a segment's kernels are tuned when it first runs.
+_LARGEST_SAMPLE = 2**28  # bytes
+
 # Inductor's cache must not give us kernels that it made without `kernels_wait_first`: another key.
 _KEY = {"kernel_name_max_ops": 11}
 _WAITING_FIRST = threading.RLock()  # one at a time changes Inductor's class
@@ -99,7 +103,8 @@ def _standalone(
 
     # A kernel of the user's in it may not wait.
     dependent = {"triton.enable_pdl": not any(is_higher_order(node.target) for node in gm.graph.nodes)}
-    asked = {**_PATCHES, **wanted, **dependent, **_KEY}
+    tuned = {"triton.autotune_at_compile_time": max(map(_bytes, inputs), default=0) <= _LARGEST_SAMPLE}
+    asked = {**_PATCHES, **wanted, **dependent, **tuned, **_KEY}
     patches = {name: value for name, value in asked.items() if _has_option(config, name)}
     with kernels_wait_first():
         return standalone_compile(
@@ -133,6 +138,13 @@ def kernels_wait_first() -> Iterator[None]:
             yield
         finally:
             kernel._filter_pdl = theirs
+
+
+def _bytes(value: Any) -> int:
+    """Of a tensor whose sizes are known; 0 of anything else."""
+    if not isinstance(value, Tensor) or not isinstance(value.numel(), int):
+        return 0
+    return value.numel() * value.element_size()
 
 
 def _has_option(config: Any, name: str) -> bool:
