@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import time
@@ -127,6 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--bandwidth", type=float, help="bytes per second, None = measured")
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--specialize", default="", help="batches with code of their own, as '1,32'")
+    parser.add_argument("--deterministic", action="store_true", help="one order of summation in all batches")
     parser.add_argument("--merge", action="store_true", help="merge the weights of parallel linears")
     parser.add_argument("--out", type=Path, default=RESULTS / "bench_decode.json")
     options = parser.parse_args(given)
@@ -136,6 +138,10 @@ def main(arguments: list[str] | None = None) -> int:
         "merge_linears": options.merge,
         "specialize": list(map(int, exact)),
     }
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     rows: list[dict[str, Any]] = []
     marks: list[Mark] = []
     for shape in options.shapes.split(","):

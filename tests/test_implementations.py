@@ -306,7 +306,7 @@ def test_a_batch_prepares_once_for_equal_calls(installed: dict[str, Implementati
 
 def test_auto_tries_flash_attn_first_for_long_prompts() -> None:
     decode, prefill = case_of(), case_of(Shape(((0, 300),)))
-    assert fastest_first(decode.batch)[0] == "triton"
-    assert fastest_first(prefill.batch)[0] == "flash_attn"
-    assert set(fastest_first(prefill.batch)) == set(NAMES)
+    assert fastest_first(decode.batch, decode.call.traits)[0] == "triton"
+    assert fastest_first(prefill.batch, prefill.call.traits)[0] == "flash_attn"
+    assert set(fastest_first(prefill.batch, prefill.call.traits)) == set(NAMES)
     assert choose(prefill.call, prefill.batch, False) is not None

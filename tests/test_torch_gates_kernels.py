@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
+import piecewise_graph as pg
 from piecewise_graph import _torch
 
 
@@ -65,3 +66,30 @@ def test_propagation_gives_every_node_its_fake_value() -> None:
     values = [_torch.example_value(node) for node in gm.graph.nodes if node.op != "output"]
     assert [tuple(value.shape) for value in values] == [(3, 8), (4, 8), (3, 8), (3, 4)]
     assert all(isinstance(value, torch._subclasses.FakeTensor) for value in values)
+
+
+@pytest.mark.parametrize(("mebibytes", "before_it_runs"), [(256, True), (257, False)])
+def test_kernels_are_not_tuned_on_samples_as_large_as_a_table(
+    mebibytes: int, before_it_runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._inductor
+
+    asked = list[Any]()
+    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda *args, **kwargs: asked.append(kwargs))
+    inputs = [torch.empty(2**20, mebibytes, dtype=torch.uint8, device="meta"), 3]
+    _torch.compile_segment(torch.fx.symbolic_trace(lambda table, size: (table + size,)), inputs, "inductor")
+    assert asked[0]["options"]["config_patches"]["triton.autotune_at_compile_time"] is before_it_runs
+
+
+@pytest.mark.gpu
+def test_compiling_takes_no_memory_for_a_table(device: torch.device) -> None:
+    from torch._inductor import config
+
+    table = torch.randn(2**19, 512, dtype=torch.float16, device=device)  # 512 MiB
+    scale = torch.rand(1, device=device).item()  # in no cache
+    fast = pg.compile(lambda ids: torch.softmax(table[ids].float() * scale, -1), cuda_graphs="off")
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with config.patch({"force_disable_caches": True}):
+        fast(torch.arange(7, device=device))
+    assert torch.cuda.max_memory_allocated() - held < 2**28

@@ -120,9 +120,9 @@ def attend_kernel(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     GROUP_POW2: tl.constexpr, PAGE: tl.constexpr, REQUESTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    SPLIT: tl.constexpr, TAIL: tl.constexpr, TREE: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SPLIT: tl.constexpr, UNMASKED: tl.constexpr, TAIL: tl.constexpr, TREE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    UNIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attention of a batch, and K and V of its tokens into the cache; see AttentionBatch and AttentionCall.
 
@@ -134,6 +134,7 @@ def attend_kernel(
             they tell how far a pointer stays aligned.
         scale: of the scores; times log2(e), or divided by softcap.
         softcap: times log2(e).
+        UNMASKED: tiles that all rows see have a loop of their own.
         DEPENDENT: launched as a dependent of the kernel before (Note [Dependent launches] in dependent.py).
     Grid: (KV_HEADS, work items).
     """
@@ -221,8 +222,7 @@ def attend_kernel(
     table = block_table + request.to(tl.int64) * table_stride
     k_new = k_from + row_zero.to(tl.int64) * k_row
     v_new = v_from + row_zero.to(tl.int64) * v_row
-    if BLOCK_M >= 64 and not WINDOW:
-        # Most tiles of a prefill are seen by all rows.
+    if UNMASKED:
         bound = lo + tl.maximum(tl.minimum(seen_by_all, hi) - lo, 0) // BLOCK_N * BLOCK_N
         acc, best, total = _attend_tiles(
             acc, best, total, q_tile, lo, bound,

@@ -76,6 +76,7 @@ class Traits:
     Attributes:
         device: its type.
         group: query heads per KV head.
+        deterministic: what a row's sums are made of, and their order, may not depend on its batch.
     """
 
     implementation: str
@@ -86,6 +87,7 @@ class Traits:
     head_dim: int
     window: int | None
     softcap: float | None
+    deterministic: bool
 
     @property
     def group(self) -> int:
@@ -105,7 +107,10 @@ class Traits:
 def traits_of(q: Tensor, k: Tensor, window: int | None, softcap: float | None, implementation: str) -> Traits:
     """Of a call with these arguments; `q [rows, heads, head_dim]` and `k [rows, kv_heads, head_dim]`."""
     heads, head_dim = q.shape[1:]
-    return _traits(implementation, q.device.type, q.dtype, heads, k.shape[1], head_dim, window, softcap)
+    return _traits(
+        implementation, q.device.type, q.dtype, heads, k.shape[1], head_dim, window, softcap,
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
 
 
 _traits = cache(Traits)

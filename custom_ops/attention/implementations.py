@@ -142,7 +142,7 @@ def choose(call: AttentionCall, batch: AttentionBatch, captured: bool) -> Mode:
     name = call.implementation
     check_name(name)
     # One after another: an implementation that is not needed is not imported either.
-    for candidate in fastest_first(batch) if name == "auto" else (name,):
+    for candidate in fastest_first(batch, call.traits) if name == "auto" else (name,):
         for mode in load(candidate).modes:
             if mode.reason(call, batch, captured) is None:
                 return mode
@@ -165,16 +165,18 @@ def check_name(name: str) -> None:
         raise AttentionError.unknown(name, ("auto", *NAMES))
 
 
-def fastest_first(batch: AttentionBatch) -> tuple[str, ...]:
+def fastest_first(batch: AttentionBatch, traits: Traits) -> tuple[str, ...]:
     """Every name, in the order in which `auto` tries them for this kind of batch."""
-    return ("flash_attn", "triton", "flashinfer", "torch") if batch.max_query_len >= _MANY_ROWS else NAMES
+    if batch.max_query_len < _MANY_ROWS or traits.deterministic:  # then one kernel serves all batches: ours
+        return NAMES
+    return ("flash_attn", "triton", "flashinfer", "torch")
 
 
 def able_implementations(call: AttentionCall, batch: AttentionBatch, captured: bool) -> tuple[str, ...]:
     """Names of the implementations that can serve `call` here, fastest first."""
     return tuple(
         name
-        for name in fastest_first(batch)
+        for name in fastest_first(batch, call.traits)
         if any(mode.reason(call, batch, captured) is None for mode in load(name).modes)
     )
 

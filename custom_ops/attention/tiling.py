@@ -7,6 +7,12 @@ there are at most `target` items plus one per row block. That many programs are 
 Requests of equal length get equally many items. So `target` is a multiple of the row blocks, chosen such that
 the programs fill whole rounds of those that run at a time. A last round that is half empty would read memory
 at half the speed.
+
+Note [One order]
+In deterministic calls the sums over a row's tokens have one order, whatever batch the row is in. Tiles have
+one size, begin at multiples of it, and are not split over programs. The same code computes all of them: with
+no mask in between, a compiler may fuse a multiplication with the subtraction after it. A tile that a row sees
+nothing of changes nothing. Few requests with long contexts then leave most multiprocessors idle.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ class Tiling:
         block_m: packed rows (rows x query heads of one KV head) per tile.
         block_n: tokens per tile.
         split: a request's tokens may be split over programs.
+        unmasked: tiles that all rows see, most of a prefill, are computed without a mask.
         rows, parts: packed rows and partial results that are combined at a time.
     """
 
@@ -35,6 +42,7 @@ class Tiling:
     warps: int
     stages: int
     split: bool
+    unmasked: bool
     rows: int
     parts: int
 
@@ -68,11 +76,12 @@ def tile_batch(
         processors: multiprocessors of the GPU.
     """
     dim, group, itemsize = triton.next_power_of_2(traits.head_dim), traits.group, traits.dtype.itemsize
-    block_m = _block_m(max(max_query_len, 1) * group, group, itemsize)
+    packed = _INVARIANT_ROWS if traits.deterministic else max(max_query_len, 1) * group
+    block_m = _block_m(packed, group, itemsize)
     block_q = block_m // group
     each = -(-max_query_len // block_q)
     blocks = max(min(requests * each, num_tokens // block_q + requests), 1)
-    few = blocks * traits.kv_heads * 8 <= processors
+    few = not traits.deterministic and blocks * traits.kv_heads * 8 <= processors
     block_n, warps, stages = _tile(block_m, dim * itemsize, itemsize, few)
     min_tiles = max(_MIN_SPLIT // block_n, 1)
     rows = min(triton.next_power_of_2(min(block_q, max_query_len) * group), 16, 4096 // dim)
@@ -81,14 +90,16 @@ def tile_batch(
     tiles = -(-span // block_n) + 1
     max_splits = min(-(-tiles // min_tiles), parts + tiles // 16)  # as the kernel has it
     slots = max(processors * _PROGRAMS_EACH[block_m] // traits.kv_heads, 1)
-    split = span > _MIN_SPLIT and (block_m <= 32 or blocks < slots)
+    split = not traits.deterministic and span > _MIN_SPLIT and (block_m <= 32 or blocks < slots)
     target = blocks * _splits(blocks, slots, max_splits)
     items = min(blocks * max_splits, blocks + target) if split else blocks
-    tiling = Tiling(block_m, block_n, warps, stages, split, rows, parts)
+    unmasked = block_m >= 64 and traits.window is None and not traits.deterministic
+    tiling = Tiling(block_m, block_n, warps, stages, split, unmasked, rows, parts)
     counters = items * traits.kv_heads if split else 1
     return TiledBatch(tiling, items, target, min_tiles, counters * block_m * (dim + 2), counters)
 
 
+_INVARIANT_ROWS = 64  # packed rows per tile; see Note [One order]
 _MIN_SPLIT = 128  # tokens; below, combining costs more than the split saves
 _COMBINED = 2048  # floats of partial results in registers, per warp
 

@@ -151,7 +151,7 @@ def _constants(batch: AttentionBatch, traits: Traits, tiling: Tiling) -> tuple[A
     return (
         head_dim, power_of_2(head_dim), traits.kv_heads, group, power_of_2(group), batch.kv_cache.page_size,
         max(power_of_2(batch.num_requests), _REQUESTS), tiling.block_m, tiling.block_n, tiling.rows,
-        tiling.parts, tiling.split, batch.query_len is None, batch.tree_mask is not None,
+        tiling.parts, tiling.split, tiling.unmasked, batch.query_len is None, batch.tree_mask is not None,
         "ieee" if traits.dtype == torch.float32 else "tf32", tiling.stages, traits.window is not None,
         traits.softcap is not None,
     )  # fmt: skip

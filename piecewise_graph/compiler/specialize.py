@@ -57,6 +57,9 @@ def specialized(
     if program.ranks.several:  # each would choose by its own timing, and round otherwise than the others
         log.info("no code for exact sizes: the model runs on %d ranks", program.ranks.count)
         return program
+    if torch.are_deterministic_algorithms_enabled():  # such code would sum in an order of its own
+        log.info("no code for exact sizes under torch.use_deterministic_algorithms")
+        return program
     bound = _bound(program, args)
     with torch.cuda.device(program.device) if program.device.type == "cuda" else nullcontext():
         for step in program.split.segments:

@@ -23,6 +23,7 @@ class KernelConfig(NamedTuple):
         stages: loads in flight, of the kernel for several tokens.
         parts: of a step's columns, each for warps of its own; of the kernel for several tokens.
         ahead: lines of each row that are asked for before the kernel waits for the one before; a power of 2.
+        tile: rows of x per program; 0 = all of them, at most MAX_TOKENS.
     """
 
     block_n: int
@@ -32,6 +33,7 @@ class KernelConfig(NamedTuple):
     stages: int
     parts: int = 1
     ahead: int = 4
+    tile: int = 0
 
     @property
     def name(self) -> str:
@@ -85,6 +87,14 @@ def usual_config(
         return None  # few blocks of long rows: cuBLAS cuts the columns, so that it has more of them
     in_parts = _in_parts(tokens, rows, processors) if columns >= 512 and tokens <= 32 else None
     return in_parts or KernelConfig(64, 128, 1, 4, _stages(tokens))
+
+
+def invariant_config() -> KernelConfig:
+    """Blocks that serve any number of rows, each row alike, so that its sums have one order in all batches.
+
+    Source: H. He, "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025).
+    """
+    return KernelConfig(64, 128, 1, 4, 5, tile=MAX_TOKENS)
 
 
 def _of_one_row(rows: int, columns: int, processors: int) -> KernelConfig:

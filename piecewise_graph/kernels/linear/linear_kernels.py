@@ -33,6 +33,7 @@ def _load(pointers, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _block(
+    block,
     w0,
     w1,
     w2,
@@ -49,11 +50,11 @@ def _block(
     BLOCK_N: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Note [Members]: pointers to a program's rows of weight and bias; where its result begins, and ends.
+    """Note [Members]: pointers to a block's rows of weight and bias; where its result begins, and ends.
 
     Rows past the last one of a weight are the last one again. Their results are not stored.
     """
-    block, local = tl.program_id(0), tl.arange(0, BLOCK_N)
+    local = tl.arange(0, BLOCK_N)
     if GATED:
         first = block * (BLOCK_N // 2)
         n = tl.minimum(first + local % (BLOCK_N // 2), rows0 - 1).to(tl.int64)
@@ -196,6 +197,7 @@ def few_rows(
     ALIGNED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    TILED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """`out[split, m, n] = sum over the split's k of x[m, k] * weight[n, k]`, the bias in the first split.
@@ -204,18 +206,28 @@ def few_rows(
         x: `[tokens, columns]`; weights: `[rows, columns]`; biases: `[rows]`; results:
             `[SPLITS, tokens, rows]`. All are contiguous. The grid has programs for one, two or three of the
             members.
-        TOKENS: at least `tokens`; 1, or 16 and more.
+        TOKENS: at least `tokens`, unless TILED; 1, or 16 and more.
         EVEN: blocks divide the columns.
         ALIGNED: 16 does. Otherwise each element is a load of its own.
         GATED: one result, `silu(w0 x + b0) * (w1 x + b1)`; one split.
+        TILED: a program computes TOKENS rows of x, and each block has programs for all; one split.
     """
     if ALIGNED:
         columns = columns // 16 * 16  # which tells Triton that rows are as aligned as the first one
     part = tl.cdiv(columns, SPLITS * PARTS * BLOCK_K) * PARTS * BLOCK_K
-    split = tl.program_id(1)
+    block, split = tl.program_id(0), tl.program_id(1)
+    first_token = 0
+    if TILED:  # programs that read the same rows of the weight run side by side
+        tiles = tl.cdiv(tokens, TOKENS)
+        first_token = block % tiles * TOKENS
+        block //= tiles
+        x += first_token * tl.cast(columns, tl.int64)
+        tokens = tl.minimum(tokens - first_token, TOKENS)
     row, bias, out, rows, start = _block(
-        w0, w1, w2, b0, b1, b2, out0, out1, out2, rows0, rows1, rows2, columns, BLOCK_N, GATED
+        block, w0, w1, w2, b0, b1, b2, out0, out1, out2, rows0, rows1, rows2, columns, BLOCK_N, GATED
     )
+    if TILED:
+        out += first_token * tl.cast(rows, tl.int64)
     first = split * part
     _prefetch_and_wait(row, first, columns, AHEAD, DEPENDENT)
     if TOKENS == 1:

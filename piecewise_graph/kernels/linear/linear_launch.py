@@ -80,9 +80,10 @@ def _launch(
     blocks = sum(-(-n // config.block_n) for n in ([2 * rows[0]] if gated else rows))
     weights = [weight.contiguous() for weight in weights]
     given = [bias.contiguous() for bias in biases if bias is not None] or weights  # which are not read then
+    tiles = -(-tokens // config.tile) if config.tile else 1
     launcher, constants = _variant(config, x.device, tokens, columns, biases[0] is not None, gated)
     launcher(
-        (blocks, config.splits, 1),
+        (blocks * tiles, config.splits, 1),
         (x, *_three(weights), *_three(given), *_three(outputs), tokens, *_three(rows), columns),
         *constants,
     )
@@ -108,8 +109,8 @@ def _variant(
     dependent = dependent_launches(device)
     constants = (
         config.block_n, config.block_k, config.splits, config.parts, config.ahead,
-        1 if tokens == 1 else max(16, 1 << (tokens - 1).bit_length()),
-        even, columns % ALIGNMENT == 0, has_bias, gated, dependent,
+        config.tile or (1 if tokens == 1 else max(16, 1 << (tokens - 1).bit_length())),
+        even, columns % ALIGNMENT == 0, has_bias, gated, bool(config.tile), dependent,
     )  # fmt: skip
     return _launcher(config.warps, config.stages, dependent), constants
 

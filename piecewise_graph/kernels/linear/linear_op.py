@@ -19,6 +19,7 @@ from piecewise_graph.kernels.linear.kernel_configs import (
     MAX_TOKENS,
     SHARED_MEMORY,
     KernelConfig,
+    invariant_config,
     usual_config,
 )
 
@@ -81,7 +82,8 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     """`torch.nn.functional.linear` of one input and each weight, by our kernels where they are faster.
 
     That is so up to 64 rows, on Hopper and its like: cuBLAS launches a kernel per weight, and starts it when
-    the kernel before has ended.
+    the kernel before has ended. Under `torch.use_deterministic_algorithms` one of ours serves any number of
+    rows (`invariant_config`).
 
     Args:
         x: `[..., columns]`.
@@ -106,7 +108,7 @@ def _config(
 ) -> KernelConfig | None:
     """Blocks for operands that our kernels read. Whatever else there is, torch computes or refuses it."""
     columns = x.shape[-1] if x.dim() else 0
-    if not _serves(x) or not columns or not 0 < x.numel() <= MAX_TOKENS * columns:
+    if not _serves(x) or not columns or not x.numel():
         return None
     rows = []
     for weight, bias in zip(weights, biases, strict=True):
@@ -116,12 +118,16 @@ def _config(
         if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
             return None
         rows.append(weight.shape[0])
-    return _usual(x.device, x.numel() // columns, rows, columns, gated)
+    return _chosen(x.device, x.numel() // columns, rows, columns, gated)
 
 
-def _usual(
+def _chosen(
     device: torch.device, tokens: int, rows: Sequence[int], columns: int, gated: bool
 ) -> KernelConfig | None:
+    if torch.are_deterministic_algorithms_enabled():
+        return invariant_config()
+    if tokens > MAX_TOKENS:
+        return None
     return usual_config(tokens, rows, columns, gated=gated, processors=multiprocessors(device))
 
 
@@ -137,8 +143,7 @@ def compile_ahead(
     """
     ours = _serves(like)
     for tokens in filter(None, sizes):
-        few = ours and tokens <= MAX_TOKENS
-        config = _usual(like.device, tokens, rows, columns, gated) if few else None
+        config = _chosen(like.device, tokens, rows, columns, gated) if ours else None
         if config is not None:
             linear_launch.compile_ahead(config, like, tokens, columns, has_bias, gated)
         elif gated:
@@ -168,7 +173,7 @@ def _(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Ten
 
 
 def swiglu(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """`silu(linear(x, gate)) * linear(x, up)`, by one kernel up to 64 rows on Hopper and its like.
+    """`silu(linear(x, gate)) * linear(x, up)`, by one kernel where `linears` has ours.
 
     That one keeps both linears in float32 until they are multiplied. (SwiGLU: Shazeer, arXiv 2002.05202.)
 
