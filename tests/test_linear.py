@@ -16,6 +16,7 @@ from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig, linear_few
 from piecewise_graph.kernels.linear.kernel_configs import (
     SHARED_MEMORY,
     candidates,
+    invariant_config,
     is_config,
     usual_config,
 )
@@ -50,6 +51,7 @@ PLANS = st.builds(
     ahead=st.just(4),
     stages=st.sampled_from([1, 3]),
     parts=st.sampled_from([1, 2]),
+    tile=st.sampled_from([0, 16, 64]),
 )
 
 
@@ -72,7 +74,7 @@ class TestKernels:
         self, plan: KernelConfig, rows: int, columns: int, bias: bool, dtype: torch.dtype
     ) -> None:
         x, weight, b = operands(1, rows, columns, dtype)
-        assert_right(x, weight, b if bias else None, list(plan))
+        assert_right(x, weight, b if bias else None, list(plan._replace(tile=0)))
 
     @EXAMPLES
     @given(
@@ -199,17 +201,24 @@ def code_for_hopper(constants: tuple[Any, ...], **options: int) -> Any:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize(
-    "blocks", [(2, 2048, 1, 1, 4, 1), (2, 512, 4, 1, 4, 1), (64, 128, 1, 1, 4, 16), (16, 128, 1, 4, 16, 32)]
+    ("blocks", "tiled"),
+    [
+        ((2, 2048, 1, 1, 4, 1), False),
+        ((2, 512, 4, 1, 4, 1), False),
+        ((64, 128, 1, 1, 4, 16), False),
+        ((16, 128, 1, 4, 16, 32), False),
+        ((64, 128, 1, 1, 4, 64), True),
+    ],
 )
 def test_dependent_kernels_wait_before_they_touch_memory(
-    blocks: tuple[int, ...], even: bool, gated: bool
+    blocks: tuple[int, ...], tiled: bool, even: bool, gated: bool
 ) -> None:
     """In code for Hopper, which compiles without one. Only lines of the weight are asked for before.
 
     And they read as many bytes at a time as there are, also where blocks do not divide the columns: rows are
     aligned as the first one is.
     """
-    code = code_for_hopper((*blocks, even, True, False, gated, True)).asm["ptx"]
+    code = code_for_hopper((*blocks, even, True, False, gated, tiled, True)).asm["ptx"]
     wide = r"ld\.global\S*evict_first\S*\.v4\.b32" if blocks[-1] == 1 else r"cp\.async\.cg"
     assert re.search(wide, code) and not re.search(r"ld\.global\S*\.b16", code)
     touches = min(found.start() for found in re.finditer(r"(ld|st)\.global|cp\.async", code))
@@ -226,11 +235,13 @@ def test_usual_blocks_fit_the_shared_memory_that_is_asked_for(tokens: int) -> No
         for rows, columns, gated in LAYERS
         for count in (8, 132, 148)
     }
+    found |= {(invariant_config(), columns, gated) for columns in (528, 4096) for gated in (False, True)}
     made = {(c, columns % (c.block_k * c.parts) == 0, gated) for c, columns, gated in found if c is not None}
     assert {gated for *_, gated in made} == {False, True}
     for config, even, gated in made:
-        constants = (*config[:3], config.parts, config.ahead, tokens, even, True, True, gated, True)
-        code = code_for_hopper(constants, num_warps=config.warps, num_stages=config.stages)
+        tile = config.tile or tokens
+        constants = (*config[:3], config.parts, config.ahead, tile, even, True, True, gated, config.tile > 0)
+        code = code_for_hopper((*constants, True), num_warps=config.warps, num_stages=config.stages)
         assert code.metadata.shared <= SHARED_MEMORY, config
 
 

@@ -166,7 +166,7 @@ def _store(
         is_gate = tl.arange(0, 2)[:, None, None] == 0
         gate, up = tl.sum(tl.where(is_gate, pair, 0.0), 0), tl.sum(tl.where(is_gate, 0.0, pair), 0)
         total = gate * tl.sigmoid(gate) * up
-    place = out + (split * tokens + m[None, :]) * rows + n[:, None]
+    place = out + m[None, :] * rows + n[:, None]
     tl.store(place, total.to(out.dtype.element_ty), mask=(m[None, :] < tokens) & (n[:, None] < rows))
 
 
@@ -210,24 +210,24 @@ def few_rows(
         EVEN: blocks divide the columns.
         ALIGNED: 16 does. Otherwise each element is a load of its own.
         GATED: one result, `silu(w0 x + b0) * (w1 x + b1)`; one split.
-        TILED: a program computes TOKENS rows of x, and each block has programs for all; one split.
+        TILED: a program computes TOKENS rows of x, and each block has programs for all.
     """
     if ALIGNED:
         columns = columns // 16 * 16  # which tells Triton that rows are as aligned as the first one
     part = tl.cdiv(columns, SPLITS * PARTS * BLOCK_K) * PARTS * BLOCK_K
     block, split = tl.program_id(0), tl.program_id(1)
-    first_token = 0
+    row_of_result = split * tokens
     if TILED:  # programs that read the same rows of the weight run side by side
         tiles = tl.cdiv(tokens, TOKENS)
         first_token = block % tiles * TOKENS
         block //= tiles
         x += first_token * tl.cast(columns, tl.int64)
+        row_of_result += first_token
         tokens = tl.minimum(tokens - first_token, TOKENS)
     row, bias, out, rows, start = _block(
         block, w0, w1, w2, b0, b1, b2, out0, out1, out2, rows0, rows1, rows2, columns, BLOCK_N, GATED
     )
-    if TILED:
-        out += first_token * tl.cast(rows, tl.int64)
+    out += row_of_result * tl.cast(rows, tl.int64)
     first = split * part
     _prefetch_and_wait(row, first, columns, AHEAD, DEPENDENT)
     if TOKENS == 1:
