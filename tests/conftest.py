@@ -18,6 +18,8 @@ from piecewise_graph.reasons import REMEDIES
 # Inductor looks for the CPU's vector units by compiling and starting programs: seconds in every process.
 # With this setting it believes the processor's own list.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Deterministic algorithms want it before the process's first matrix product on a GPU.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("piecewise", deadline=None, suppress_health_check=[HealthCheck.too_slow])

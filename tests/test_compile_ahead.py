@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import Shape, make_case
+from attention_cases import CPU, Shape, make_case
 from eagle_engine_cases import PLAIN, make
 from hypothesis import given, strategies as st
 from interpreter import assert_passes_interpreted, needs_kernels, starts_the_interpreter
@@ -119,11 +121,13 @@ class TestKernels:
         st.booleans(),
         st.sampled_from([*DTYPES, torch.float32]),
         st.booleans(),
+        st.booleans(),
     )
     def test_linears_of_a_segment(
-        self, sizes: set[int], rows: list[int], columns: int, bias: bool, dtype: torch.dtype, gated: bool
-    ) -> None:
-        with pytest.MonkeyPatch.context() as monkeypatch:
+        self, sizes: set[int], rows: list[int], columns: int, bias: bool, dtype: torch.dtype, gated: bool,
+        one_order: bool,
+    ) -> None:  # fmt: skip
+        with pytest.MonkeyPatch.context() as monkeypatch, deterministic(one_order):
             asked = Asked(monkeypatch)
             gm, tensors = _segment(rows[:1] * 2 if gated else rows, columns, bias, dtype, gated)
             compile_kernels_ahead(gm, sorted(sizes))
@@ -215,6 +219,35 @@ def test_a_speculator_compiles_ahead_what_its_phases_launch(monkeypatch: pytest.
     beside = {"build_tree_kernel", "argmax_of_parts_kernel", "argmax_of_row_kernel", "accept_greedy_kernel"}
     used = {key for key in asked.used if key[0] in beside}
     assert {key[0] for key in used} == beside and used <= asked.ahead
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Products of cuBLAS, which torch may refuse then, only warn."""
+    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 16), (8, 5, 16), (8, 1, 4, 16)])
+@pytest.mark.parametrize("varies", ["heads", "window", "nothing"])
+def test_a_trace_of_calls_that_cannot_be_foreseen(shape: tuple[int, ...], varies: str) -> None:
+    """Nothing is compiled ahead, and a call that cannot be served raises when it is made."""
+    case = make_case(Shape(((8, 8),), head_dim=16), dtype=torch.float32, device=CPU, implementation="torch")
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    dynamic = [DimDynamic.DYNAMIC if varies == "heads" else DimDynamic.STATIC for _ in shape]
+    q, k = (
+        mode.from_tensor(torch.zeros(size), symbolic_context=StatelessSymbolicContext(list(kinds)))
+        for size, kinds in ((shape, dynamic), ((8, 2, 16), [DimDynamic.STATIC] * 3))
+    )
+    size = mode.from_tensor(torch.zeros(9), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC]))
+    window: Any = size.shape[0] if varies == "window" else None
+    for batch in (case.batch, object()):
+        with pg.forward_context(attention=batch):
+            compile_call_ahead(q, k, k, q, 0, 1.0, window)
+    serve(case.batch, case.call, False)
 
 
 def _segment(

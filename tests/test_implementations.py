@@ -309,4 +309,6 @@ def test_auto_tries_flash_attn_first_for_long_prompts() -> None:
     assert fastest_first(decode.batch, decode.call.traits)[0] == "triton"
     assert fastest_first(prefill.batch, prefill.call.traits)[0] == "flash_attn"
     assert set(fastest_first(prefill.batch, prefill.call.traits)) == set(NAMES)
+    one_order = dataclasses.replace(prefill.call.traits, deterministic=True)
+    assert fastest_first(prefill.batch, one_order)[0] == "triton"
     assert choose(prefill.call, prefill.batch, False) is not None

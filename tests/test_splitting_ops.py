@@ -127,6 +127,19 @@ def test_op_hears_of_its_calls_before_segments_are_compiled(device: torch.device
         unregister_splitting_op("toy::announced")
 
 
+def test_model_goes_on_where_compiling_ahead_fails(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    define("fails_ahead(Tensor x) -> Tensor", lambda x: x * 3, torch.empty_like)
+    pg.register_splitting_op("toy::fails_ahead", compile_ahead=lambda x: x.no_such_attribute)
+    try:
+        fast, x = compiled(lambda x: ops.fails_ahead(x + 1) * 2), rows(3, device)
+        assert_same(fast(x), (x + 1) * 6)
+        assert "compile_ahead of toy::fails_ahead failed" in caplog.text
+    finally:
+        unregister_splitting_op("toy::fails_ahead")
+
+
 def test_sdpa_is_registered_by_default() -> None:
     assert "aten::scaled_dot_product_attention" in registered_names()
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.fx import GraphModule
+from toys import ops
 
 import piecewise_graph as pg
 from piecewise_graph import _torch
@@ -40,12 +41,12 @@ def test_kernels_are_dependents_unless_one_is_of_the_user(
         asked.append(options["config_patches"]["triton.enable_pdl"])
 
     monkeypatch.setattr(torch._inductor, "standalone_compile", standalone_compile)
-    gm = small_graph()
+    gm, inputs = small_graph(), [torch.randn(3, 8), torch.randn(4, 8)]
     compile_ = _torch.compile_exact if exact else partial(_torch.compile_segment, compiler="inductor")
-    compile_(gm, [])
+    compile_(gm, inputs)
     with gm.graph.inserting_before(list(gm.graph.nodes)[-1]):
         gm.graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_mutation, ())
-    compile_(gm, [])
+    compile_(gm, inputs)
     assert asked == [True, False]
 
 
@@ -78,7 +79,10 @@ def test_kernels_are_not_tuned_on_samples_as_large_as_a_table(
     monkeypatch.setattr(torch._inductor, "standalone_compile", lambda *args, **kwargs: asked.append(kwargs))
     inputs = [torch.empty(2**20, mebibytes, dtype=torch.uint8, device="meta"), 3]
     _torch.compile_segment(torch.fx.symbolic_trace(lambda table, size: (table + size,)), inputs, "inductor")
-    assert asked[0]["options"]["config_patches"]["triton.autotune_at_compile_time"] is before_it_runs
+    read_by_an_op = torch.fx.symbolic_trace(lambda table, size: (ops.mix.default(table) + size,))
+    _torch.compile_segment(read_by_an_op, inputs, "inductor")
+    tuned = [each["options"]["config_patches"]["triton.autotune_at_compile_time"] for each in asked]
+    assert tuned == [before_it_runs, True]
 
 
 @pytest.mark.gpu

@@ -76,13 +76,17 @@ def compile_call_ahead(
 ) -> None:
     """Have compiled, in other threads, what the op will launch for the forward context's batch and others.
 
-    The others are those given to `compile_ahead`.
+    The others are those given to `compile_ahead`. A call that cannot be served raises when it is made, not
+    here. Nothing is compiled for calls whose heads or window vary.
 
     Args:
-        q, k, v, out: may be fake tensors; of their shapes, the rows may be symbolic.
+        q, k, v, out: may be fake tensors.
     """
     batch, captured = _batch()
-    if batch is not None:
+    if not isinstance(batch, AttentionBatch) or not q.dim() == k.dim() == 3:
+        return
+    fixed = (*q.shape[1:], *k.shape[1:], window or 0, softcap or 0.0)
+    if all(isinstance(value, int | float) for value in fixed):
         expect_call(batch, traits_of(q, k, window, softcap, implementation), captured)
 
 

@@ -120,8 +120,10 @@ class _Expected:
             self._compile(traits, batch, captured)
 
     def _compile(self, traits: Traits, batch: AttentionBatch, captured: bool) -> None:
-        call = traits.example(batch.kv_cache.device)
         with suppress(AttentionError):  # it is raised where the batch is served
+            call = traits.example(batch.kv_cache.device)
+            if call.traits is not traits:
+                return  # deterministic algorithms have been switched on or off since
             mode = choose(call, batch, captured)
             if mode.compile_ahead is not None:
                 mode.compile_ahead(batch, mode.prepare(batch, call), call)

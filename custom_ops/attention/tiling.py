@@ -33,7 +33,7 @@ class Tiling:
         block_m: packed rows (rows x query heads of one KV head) per tile.
         block_n: tokens per tile.
         split: a request's tokens may be split over programs.
-        unmasked: tiles that all rows see, most of a prefill, are computed without a mask.
+        unmasked: tiles that all rows see, most of a prefill, are computed without a mask; not with a window.
         rows, parts: packed rows and partial results that are combined at a time.
     """
 
@@ -94,7 +94,8 @@ def tile_batch(
     target = blocks * _splits(blocks, slots, max_splits)
     items = min(blocks * max_splits, blocks + target) if split else blocks
     unmasked = block_m >= 64 and traits.window is None and not traits.deterministic
-    tiling = Tiling(block_m, block_n, warps, stages, split, unmasked, rows, parts)
+    combined = (rows, parts) if split else (1, 1)  # one variant where nothing is combined
+    tiling = Tiling(block_m, block_n, warps, stages, split, unmasked, *combined)
     counters = items * traits.kv_heads if split else 1
     return TiledBatch(tiling, items, target, min_tiles, counters * block_m * (dim + 2), counters)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from piecewise_graph._torch.ops import is_higher_order
 from piecewise_graph._torch.wrappers import uncompiled
@@ -22,6 +22,7 @@ _PATCHES = {"triton.cudagraphs": False, "freezing": False}
 
 # Inductor tunes a kernel on random arguments before it is stored. Those as large as a table of embeddings
 # would be most of what a start needs beside the model; such a segment's kernels are tuned when it first runs.
+# What only ops of other libraries read is no argument of Inductor's kernels. Symbolic sizes do not count.
 _LARGEST_SAMPLE = 2**28  # bytes
 
 # Inductor's cache must not give us kernels that it made without `kernels_wait_first`: another key.
@@ -103,7 +104,9 @@ def _standalone(
 
     # A kernel of the user's in it may not wait.
     dependent = {"triton.enable_pdl": not any(is_higher_order(node.target) for node in gm.graph.nodes)}
-    tuned = {"triton.autotune_at_compile_time": max(map(_bytes, inputs), default=0) <= _LARGEST_SAMPLE}
+    arguments = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    samples = [_bytes(value) for node, value in arguments if not all(map(_is_foreign, node.users))]
+    tuned = {"triton.autotune_at_compile_time": max(samples, default=0) <= _LARGEST_SAMPLE}
     asked = {**_PATCHES, **wanted, **dependent, **tuned, **_KEY}
     patches = {name: value for name, value in asked.items() if _has_option(config, name)}
     with kernels_wait_first():
@@ -138,6 +141,11 @@ def kernels_wait_first() -> Iterator[None]:
             yield
         finally:
             kernel._filter_pdl = theirs
+
+
+def _is_foreign(node: Node) -> bool:
+    """It calls an op of another library than torch's."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims")
 
 
 def _bytes(value: Any) -> int:

@@ -23,7 +23,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from piecewise_graph._torch import OpOverload, OpOverloadPacket, example_value
+from piecewise_graph._torch import (
+    OpOverload,
+    OpOverloadPacket,
+    example_value,
+    is_dynamo_control_flow,
+)
 from piecewise_graph.errors import SplittingOpError
 from piecewise_graph.splitter.dense_keys import scaled_dot_product_attention
 
@@ -79,8 +84,9 @@ def register_splitting_op(
         bind: called with the op's arguments and the keyword `num_tokens` (how many rows are live), once per
             bucket and token count; returns a call of no arguments that replays make instead of the op. For
             ops whose dispatch is worth saving.
-        compile_ahead: called with the arguments of each call in a trace, tensors as fake ones, before the
-            trace's segments are compiled. It has the op's kernels compiled in other threads meanwhile.
+        compile_ahead: called with the arguments of each call in a trace before the trace's segments are
+            compiled. It has the op's kernels compiled in other threads meanwhile. Tensors are fake ones, and
+            sizes and numbers may be symbolic. What it raises is logged, and the model goes on.
 
     Raises:
         SplittingOpError: no name of an op, or a schema that cannot be true.
@@ -116,9 +122,17 @@ def compile_ops_ahead(gm: GraphModule) -> None:
     """Have the kernels compiled in other threads that the splitting ops of a traced graph will launch."""
     for node in gm.graph.nodes:
         op = splitting_op_of(node)
-        if op is not None and op.compile_ahead is not None:
-            args, kwargs = map_arg((node.args, node.kwargs), example_value)
+        if op is None or op.compile_ahead is None:
+            continue
+        args, kwargs = map_arg((node.args, node.kwargs), example_value)
+        try:
             op.compile_ahead(*args, **kwargs)
+        except Exception as error:
+            if is_dynamo_control_flow(error):
+                raise
+            log.warning(
+                "compile_ahead of %s failed; its kernels are compiled when called: %r", op.name, error
+            )
 
 
 def _op_name(target: Any) -> str | None:
