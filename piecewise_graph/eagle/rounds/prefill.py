@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from piecewise_graph.custom_ops.attention import AttentionBatch, BatchBuffers, compile_ahead, make_batch
-from piecewise_graph.custom_ops.kv_cache import device_ints, to_device
+from piecewise_graph.custom_ops.kv_cache import PagedKVCache, device_ints, to_device
 from piecewise_graph.custom_ops.token_choice import argmax, uniforms
 
 from ..options import COMPILED, EAGER, PIECEWISE
@@ -100,16 +100,16 @@ class Prefill:
         sizes = [size for size in models.target.sizes if size <= self.resources.limits.prefill_rows]
         if all(models.target.is_prepared(self.mode, rows) for rows in sizes):
             return
+        foreseen = [made for cache in caches for rows in sizes for made in self._foreseen(cache, rows)]
+        for buffers in foreseen:
+            buffers.compile_ahead()
+            compile_ahead(buffers.batch)
         if self.mode != PIECEWISE:
             sizes = sizes[-1:]  # one call compiles for all
-        paddings = {rows: [self._padding(cache, rows) for cache in caches] for rows in sizes}
-        for padding in chain.from_iterable(paddings.values()):
-            padding.compile_ahead()
-            compile_ahead(padding.batch)
         for rows in sorted(sizes, reverse=True):
             # Equal rows would prove nothing about padding, and tapes would serve exact sizes only.
             ids = torch.arange(rows, dtype=torch.int32, device=self.resources.device) % 2
-            target, *drafts = paddings[rows]
+            target, *drafts = (self._padding(cache, rows) for cache in caches)
             _, features = models.target(
                 self.mode, target.batch, input_ids=ids[None], position_ids=ids.clone()[None]
             )
@@ -240,6 +240,19 @@ class Prefill:
     def _longs(self, values: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self.resources.device)
 
-    def _padding(self, cache: Any, rows: int) -> BatchBuffers:
+    def _padding(self, cache: PagedKVCache, rows: int) -> BatchBuffers:
         """A batch of `rows` rows without a request."""
         return BatchBuffers(cache, self.resources.table, num_requests=1, num_tokens=rows, max_query_len=rows)
+
+    def _foreseen(self, cache: PagedKVCache, rows: int) -> Iterator[BatchBuffers]:
+        """Batches whose attention runs the kernels that any prompts of up to `rows` rows each may need.
+
+        One prompt leaves most multiprocessors idle and many do not; short contexts are not split.
+        """
+        limits = self.resources.limits
+        for requests, total in ((1, rows), (limits.max_requests, limits.prefill_rows)):
+            for longest in (rows, None):
+                yield BatchBuffers(
+                    cache, self.resources.table, num_requests=requests, num_tokens=total, max_query_len=rows,
+                    max_seq_len=longest,
+                )  # fmt: skip
