@@ -82,7 +82,7 @@ BUDGETS = {
     "runtime": 1439,
     "inspection": 999,
     "frontend": 1239,
-    "custom_ops": 3506,
+    "custom_ops": 3507,
     "eagle": 3094,
     "integrations": 721,
     "bench": 675,

@@ -51,11 +51,14 @@ def bind(
     """
     call = AttentionCall(q, k, v, out, layer, scale, window, softcap, implementation, num_tokens)
 
-    def run() -> None:
-        batch, captured = _batch()
+    def run() -> None:  # for each layer of each step: one function call less counts
+        context = get_forward_context()
+        fields = context.fields
+        captured = context.full_graph or fields.get("in_graph", False)
+        batch = fields.get("attention")
         if batch is not None:
             serve(batch, call, captured)
-        elif (cu_seqlens := get_forward_context().fields.get("cu_seqlens")) is not None:
+        elif (cu_seqlens := fields.get("cu_seqlens")) is not None:
             attend_packed(call, cu_seqlens, captured)
         else:
             raise AttentionError.no_batch()
@@ -82,18 +85,13 @@ def compile_call_ahead(
     Args:
         q, k, v, out: may be fake tensors.
     """
-    batch, captured = _batch()
+    context = get_forward_context()
+    batch, captured = context.fields.get("attention"), context.full_graph or context.fields.get("in_graph")
     if not isinstance(batch, AttentionBatch) or not q.dim() == k.dim() == 3:
         return
     fixed = (*q.shape[1:], *k.shape[1:], window or 0, softcap or 0.0)
     if all(isinstance(value, int | float) for value in fixed):
-        expect_call(batch, traits_of(q, k, window, softcap, implementation), captured)
-
-
-def _batch() -> tuple[AttentionBatch | None, bool]:
-    """The forward context's batch, and whether its calls are, or will be, part of a graph."""
-    context = get_forward_context()
-    return context.fields.get("attention"), context.full_graph or context.fields.get("in_graph", False)
+        expect_call(batch, traits_of(q, k, window, softcap, implementation), bool(captured))
 
 
 def _attention(*args: Any) -> None:
