@@ -259,8 +259,7 @@ MUTANTS = [
         f"{ATTENTION}/tiling.py",
         "split = not traits.deterministic and span > _MIN_SPLIT",
         "split = span > _MIN_SPLIT",
-        "tests/test_one_order.py -k rows_of_attention",
-        interpreted=True,
+        "tests/test_one_order.py -k tiles_of_a_row_alone",
     ),
     Mutant(
         "a row alone has a kernel of its own under deterministic algorithms",

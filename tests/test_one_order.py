@@ -19,7 +19,7 @@ from toys import ops
 
 import piecewise_graph as pg
 from piecewise_graph.custom_ops.attention import AttentionBatch, make_batch
-from piecewise_graph.custom_ops.attention.call import AttentionCall
+from piecewise_graph.custom_ops.attention.call import AttentionCall, Traits
 from piecewise_graph.custom_ops.attention.implementations import serve
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 from piecewise_graph.eagle.head.random_models import ModelShape, random_model
@@ -117,6 +117,21 @@ def alone(case: Case, request: int, row: int, length: int) -> Tensor:
     mine = AttentionCall(q, k, v, torch.empty_like(q), call.layer, call.scale, call.window, call.softcap)
     serve(decode, mine, False)
     return mine.out
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 600), st.integers(0, 5000), st.sampled_from([1, 4, 7, 64]),
+    st.sampled_from([*DTYPES, torch.float32]), st.sampled_from([8, 132]),
+)  # fmt: skip
+def test_every_batch_has_the_tiles_of_a_row_alone(
+    requests: int, rows: int, before: int, group: int, dtype: torch.dtype, processors: int
+) -> None:
+    pytest.importorskip("triton")
+    from piecewise_graph.custom_ops.attention.tiling import tile_batch
+
+    traits = Traits("auto", "cuda", dtype, 8 * group, 8, 128, None, None, True)
+    batch = tile_batch(traits, requests, requests * rows, rows, before + rows, processors)
+    assert batch.tiling == tile_batch(traits, 1, 1, 1, 1, processors).tiling
 
 
 def test_code_for_exact_sizes_is_not_made(device: torch.device) -> None:
