@@ -301,6 +301,7 @@ def test_a_trace_of_calls_that_cannot_be_foreseen(shape: tuple[int, ...], varies
     for batch in (case.batch, object()):
         with pg.forward_context(attention=batch):
             compile_call_ahead(q, k, k, q, 0, 1.0, window)
+    assert ("expected" in case.batch.kv_cache.memo) == (varies == "nothing" and len(shape) == 3)
     serve(case.batch, case.call, False)
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig, linear_few
 from piecewise_graph.kernels.linear.kernel_configs import (
+    INVARIANT,
     SHARED_MEMORY,
     candidates,
-    invariant_config,
     is_config,
     usual_config,
 )
@@ -235,7 +235,7 @@ def test_usual_blocks_fit_the_shared_memory_that_is_asked_for(tokens: int) -> No
         for rows, columns, gated in LAYERS
         for count in (8, 132, 148)
     }
-    found |= {(invariant_config(), columns, gated) for columns in (528, 4096) for gated in (False, True)}
+    found |= {(INVARIANT, columns, gated) for columns in (528, 4096) for gated in (False, True)}
     made = {(c, columns % (c.block_k * c.parts) == 0, gated) for c, columns, gated in found if c is not None}
     assert {gated for *_, gated in made} == {False, True}
     for config, even, gated in made:

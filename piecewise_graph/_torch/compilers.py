@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from piecewise_graph._torch.ops import is_higher_order
+from piecewise_graph._torch.ops import is_foreign, is_higher_order
 from piecewise_graph._torch.wrappers import uncompiled
 
 # We capture graphs, so Inductor's own capture (a global reduce-overhead) must not nest in them. Freezing
@@ -104,8 +104,9 @@ def _standalone(
 
     # A kernel of the user's in it may not wait.
     dependent = {"triton.enable_pdl": not any(is_higher_order(node.target) for node in gm.graph.nodes)}
-    arguments = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    samples = [_bytes(value) for node, value in arguments if not all(map(_is_foreign, node.users))]
+    targets = [{user.target for user in node.users} for node in gm.graph.find_nodes(op="placeholder")]
+    read = zip(targets, inputs, strict=True)
+    samples = [_bytes(value) for users, value in read if not all(map(is_foreign, users))]
     tuned = {"triton.autotune_at_compile_time": max(samples, default=0) <= _LARGEST_SAMPLE}
     asked = {**_PATCHES, **wanted, **dependent, **tuned, **_KEY}
     patches = {name: value for name, value in asked.items() if _has_option(config, name)}
@@ -143,16 +144,10 @@ def kernels_wait_first() -> Iterator[None]:
             kernel._filter_pdl = theirs
 
 
-def _is_foreign(node: Node) -> bool:
-    """It calls an op of another library than torch's."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims")
-
-
 def _bytes(value: Any) -> int:
     """Of a tensor whose sizes are known; 0 of anything else."""
-    if not isinstance(value, Tensor) or not isinstance(value.numel(), int):
-        return 0
-    return value.numel() * value.element_size()
+    count = value.numel() if isinstance(value, Tensor) else None
+    return count * value.element_size() if isinstance(count, int) else 0
 
 
 def _has_option(config: Any, name: str) -> bool:

@@ -85,9 +85,14 @@ def op_schemas(target: Any) -> list[str] | None:
     """Signatures of an op, or of all its overloads; None for other callables and ops that tracing opens."""
     names = target.overloads() if isinstance(target, OpOverloadPacket) else ()
     ops = [target] if isinstance(target, OpOverload) else [getattr(target, name) for name in names]
-    foreign = [op for op in ops if op.namespace not in ("aten", "prims")]
+    foreign = list(filter(is_foreign, ops))
     opened = any(op._can_decompose() or op.python_key_table for op in foreign)
     return None if opened or not ops else [str(op._schema) for op in ops]
+
+
+def is_foreign(target: Any) -> bool:
+    """An overload of an op of another library than torch's."""
+    return isinstance(target, OpOverload) and target.namespace not in ("aten", "prims")
 
 
 def is_higher_order(target: Any) -> bool:

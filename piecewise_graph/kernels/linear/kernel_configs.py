@@ -41,6 +41,9 @@ class KernelConfig(NamedTuple):
         return " ".join(map(str, self))
 
 
+# Blocks that serve any number of rows, each row alike, so that its sums have one order in all batches.
+# Source: H. He, "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025).
+INVARIANT = KernelConfig(64, 128, 1, 4, 5, tile=MAX_TOKENS)
 _ONE_ROW = [KernelConfig(1, k, 1, warps, 1) for k in (2048, 1024) for warps in (8, 4)]
 _ONE_ROW += [KernelConfig(2, k, 1, 4, 1) for k in (1024, 512)]
 _ONE_ROW += [KernelConfig(4, k, 1, warps, 1) for k, warps in ((512, 4), (1024, 8))]
@@ -87,14 +90,6 @@ def usual_config(
         return None  # few blocks of long rows: cuBLAS cuts the columns, so that it has more of them
     in_parts = _in_parts(tokens, rows, processors) if columns >= 512 and tokens <= 32 else None
     return in_parts or KernelConfig(64, 128, 1, 4, _stages(tokens))
-
-
-def invariant_config() -> KernelConfig:
-    """Blocks that serve any number of rows, each row alike, so that its sums have one order in all batches.
-
-    Source: H. He, "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025).
-    """
-    return KernelConfig(64, 128, 1, 4, 5, tile=MAX_TOKENS)
 
 
 def _of_one_row(rows: int, columns: int, processors: int) -> KernelConfig:

@@ -16,10 +16,10 @@ from torch.nn import functional
 from piecewise_graph.kernels.launch import dependent_launches, interpreted, kernels_serve, multiprocessors
 from piecewise_graph.kernels.linear import linear_launch
 from piecewise_graph.kernels.linear.kernel_configs import (
+    INVARIANT,
     MAX_TOKENS,
     SHARED_MEMORY,
     KernelConfig,
-    invariant_config,
     usual_config,
 )
 
@@ -83,7 +83,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
     That is so up to 64 rows, on Hopper and its like: cuBLAS launches a kernel per weight, and starts it when
     the kernel before has ended. Under `torch.use_deterministic_algorithms` one of ours serves any number of
-    rows (`invariant_config`).
+    rows (`INVARIANT`).
 
     Args:
         x: `[..., columns]`.
@@ -125,7 +125,7 @@ def _chosen(
     device: torch.device, tokens: int, rows: Sequence[int], columns: int, gated: bool
 ) -> KernelConfig | None:
     if torch.are_deterministic_algorithms_enabled():
-        return invariant_config()
+        return INVARIANT
     if tokens > MAX_TOKENS:
         return None
     return usual_config(tokens, rows, columns, gated=gated, processors=multiprocessors(device))
