@@ -84,7 +84,7 @@ def positions_that_the_draft_extends(monkeypatch: pytest.MonkeyPatch) -> list[li
 def test_draft_catches_up_with_rounds_that_ran_without_it(
     speculator: Speculator, stepped: Any, plain_rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The logits that the next draft begins with are those of a draft that was there all the time."""
+    """The hidden states that the next draft begins with are those of a draft that was there all the time."""
     read = positions_that_the_draft_extends(monkeypatch)
     engine, requests = stepped(max_new_tokens=120, shape=PLAIN)
     for _ in range(1 + plain_rounds):  # prefill is a step of its own
@@ -95,12 +95,12 @@ def test_draft_catches_up_with_rounds_that_ran_without_it(
     kept = min(plain_rounds, RING_TOKENS)  # older features were overwritten by later ones
     assert read == [[at for r in requests for at in range(r.length - kept, r.length)]]
     slots = [request.slot for request in requests]
-    found = resources(speculator).state.logits[slots].clone()
+    found = resources(speculator).state.hidden[slots].clone()
     longer = [[*r.prompt, *r.tokens[:-1]] for r in requests]
     engine.close()
     fresh, again = speculator.session(longer, max_new_tokens=1)
     fresh.step()  # prefill is all there is to do
-    expected = resources(speculator).state.logits[[request.slot for request in again]]
+    expected = resources(speculator).state.hidden[[request.slot for request in again]]
     if plain_rounds <= RING_TOKENS:
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     else:  # the oldest tokens are lost to the draft: still a draft, but another one

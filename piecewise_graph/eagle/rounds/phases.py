@@ -72,7 +72,7 @@ class Phases:
         assert extend is not None
         ids, positions, features = self.accepted_rows()
         batch = self.tensors.extend_batch
-        self.keep(mode, extend(mode, batch, input_ids=ids, positions=positions, features=features))
+        self.keep(extend(mode, batch, input_ids=ids, positions=positions, features=features))
 
     def compile_ahead(self) -> None:
         """Have kernels compiled in other threads: those that lay drafts out, choose and accept greedily.
@@ -85,10 +85,11 @@ class Phases:
             md.draft_steps.compile_ahead(batch, tensors.steps)
         md.build_tree.compile_ahead(batch, tensors.buffers.root, tokens, tree, **listed)
         if self.rule == GREEDY:
-            cache, vocabulary = self.resources.cache, self.resources.target.vocab_size
-            compile_argmax_ahead(torch.empty(1, vocabulary, dtype=cache.dtype, device=cache.device))
+            cache, vocabularies = self.resources.cache, [self.resources.target.vocab_size]
             if shape.steps and not shape.is_tree:
-                compile_argmax_ahead(self._state.logits[:1])
+                vocabularies.append(self.resources.models.draft.config.draft_vocab_size)
+            for size in vocabularies:
+                compile_argmax_ahead(torch.empty(1, size, dtype=cache.dtype, device=cache.device))
             md.accept_greedy.compile_ahead(
                 batch, tree.tokens, tree.tokens, tensors.accepted, mask=tensors.mask
             )
@@ -120,14 +121,10 @@ class Phases:
             features = features[accepted.hidden_index]
         return accepted.input_ids, accepted.positions, features
 
-    def keep(self, mode: str, hidden: Tensor) -> None:
+    def keep(self, hidden: Tensor) -> None:
         """Keep the state that the next draft starts from, of `hidden [B*N, H]`."""
-        head = self.resources.models.head
-        assert head is not None
-        hidden = hidden[self.tensors.accepted.select_index]
-        requests = self.tensors.buffers.requests.long()
-        self._state.hidden.index_copy_(0, requests, hidden)
-        self._state.logits.index_copy_(0, requests, head(mode, None, hidden=hidden))
+        kept = hidden[self.tensors.accepted.select_index]
+        self._state.hidden.index_copy_(0, self.tensors.buffers.requests.long(), kept)
 
     @property
     def _drafted(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -144,7 +141,8 @@ class Phases:
     def _draft_chain(self, mode: str, steps: md.DraftSteps) -> None:
         tensors, models = self.tensors, self.resources.models
         assert models.step is not None and models.head is not None
-        hidden, logits = self._draft_start()
+        hidden = self._state.hidden[tensors.buffers.requests]
+        logits = models.head(mode, None, hidden=hidden)
         md.draft_steps(tensors.batch, steps)
         for step in range(tensors.shape.steps):
             token = self._propose(logits, step)
@@ -169,7 +167,8 @@ class Phases:
     def _draft_tree(self, mode: str, branches: md.Branches) -> None:
         tensors, models, steps = self.tensors, self.resources.models, self.tensors.steps
         assert steps is not None and models.step is not None and models.head is not None
-        hidden, logits = self._draft_start()
+        hidden = self._state.hidden[tensors.buffers.requests]
+        logits = models.head(mode, None, hidden=hidden)
         md.draft_steps(tensors.batch, steps)
         for level in range(tensors.shape.steps):
             probs, tokens = self._children(logits)
@@ -226,11 +225,6 @@ class Phases:
         more, buffers = [1] * (use.dim() - 1), self.tensors.buffers
         seed = self._state.seed[buffers.requests].view(-1, *more)
         return uniforms(seed, buffers.seq_lens.view(-1, *more), use)
-
-    def _draft_start(self) -> tuple[Tensor, Tensor]:
-        """(hidden `[B, H]`, logits `[B, D]`) that draft-extend left."""
-        requests = self.tensors.buffers.requests
-        return self._state.hidden[requests], self._state.logits[requests]
 
     def _look_up_pages(self) -> None:
         buffers, table = self.tensors.buffers, self.tensors.batch.table

@@ -169,12 +169,7 @@ class Prefill:
 
     def keep(self, slots: Tensor, hidden: Tensor) -> None:
         """Keep the state that the next drafts of `slots [n]` start from, `hidden [n, H]`."""
-        if not len(slots):  # no prompt ended in this chunk
-            return
-        state, head = self.resources.state, self.resources.models.head
-        assert head is not None
-        state.hidden.index_copy_(0, slots, hidden)
-        state.logits.index_copy_(0, slots, head(self.any_rows, None, hidden=hidden))
+        self.resources.state.hidden.index_copy_(0, slots, hidden)
 
     def catch_up(self, requests: Sequence[Request]) -> None:
         """Let the draft read the tokens of plain rounds; those that the feature ring has lost are skipped."""

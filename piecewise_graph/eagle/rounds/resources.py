@@ -66,7 +66,7 @@ class Resources:
             cache, max_requests=limits.max_requests, max_seq_len=limits.table_tokens
         )
         letters = {"R": limits.max_requests + 1, "F": target.feature_size, "G": RING_TOKENS}
-        letters |= {"H": config.hidden_size, "D": config.draft_vocab_size} if config else {"H": 1, "D": 1}
+        letters["H"] = config.hidden_size if config else 1
         may_fall_behind = draft is not None and any(not shape.steps for shape in limits.shapes)
         fields = STATE + (FEATURE_RING if may_fall_behind else ())
         state = allocate(fields, letters, dtype=dtype, device=device)

@@ -124,7 +124,7 @@ class Round:
             features=torch.cat([accepted_features, features]),
         )
         rows = batch.num_tokens
-        self._phases.keep(self._prefill.any_rows, hidden[:rows])
+        self._phases.keep(hidden[:rows])
         self._prefill.keep(chunk.slots, hidden[rows:][chunk.ends])
 
     def _fill(self, slots: list[int]) -> None:

@@ -1,8 +1,8 @@
 """Static buffers, declared as data: what graphs hand to each other.
 
 Letters of shapes: `R` rows of the request table (row 0: padding), `B` requests of a batch, `N` draft tokens,
-`S` steps, `H` hidden size of the draft, `F` columns of the target's features, `V` vocabulary, `D` the draft's
-vocabulary, `P` pages of a request, `G` tokens of the feature ring buffer.
+`S` steps, `H` hidden size of the draft, `F` columns of the target's features, `V` vocabulary, `P` pages of a
+request, `G` tokens of the feature ring buffer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ STATE = (
     Field("seq_lens", ("R",)),  # tokens whose target K and V are right
     Field("root", ("R",)),  # the token after them, chosen and not yet computed
     Field("hidden", ("R", "H"), None),  # of draft-extend, where the next draft begins
-    Field("logits", ("R", "D"), None),  # the draft's for the token after the root
     Field("temperature", ("R",), torch.float32),
     Field("top_k", ("R",)),
     Field("top_p", ("R",), torch.float32, pad=1),
