@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -161,6 +162,20 @@ def test_moved_weight_is_refused_before_graphs_read_it(speculator: Speculator) -
         speculator.generate(PROMPTS, max_new_tokens=4)
     weight.data = before
     assert speculator.generate(PROMPTS, max_new_tokens=4)
+
+
+def test_a_layer_that_was_replaced_is_refused_unless_its_weights_lie_where_they_lay(
+    speculator: Speculator,
+) -> None:
+    expected = speculator.generate(PROMPTS, max_new_tokens=4)
+    mlp = resources(speculator).target.model.model.layers[0].mlp
+    layer = mlp.down_proj
+    mlp.down_proj = copy.deepcopy(layer)
+    with pytest.raises(AddressMovedError, match=r"layers\.0\.mlp\.down_proj\.weight"):
+        speculator.generate(PROMPTS, max_new_tokens=4)
+    mlp.down_proj.weight = torch.nn.Parameter(layer.weight.data)
+    assert speculator.generate(PROMPTS, max_new_tokens=4) == expected
+    mlp.down_proj = layer
 
 
 def test_a_quantised_weight_that_was_replaced_is_refused(device: torch.device) -> None:

@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 import piecewise_graph as pg
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What modules held, so that the usual case, nothing was replaced or moved, is found without any names.
+
+    Attributes:
+        tables: of the modules, their parameters, buffers and submodules.
+        contents: of the tables.
+        plain, wrapping: the tensors among the contents, with and without an address of their own.
+        addresses: of all that have one.
+    """
+
+    tables: list[dict[str, Any]]
+    contents: list[Any]
+    plain: list[Tensor]
+    wrapping: list[Tensor]
+    addresses: list[int]
+
+    @classmethod
+    def of(cls, models: Iterable[nn.Module]) -> _Seen:
+        modules = (module for model in models for module in model.modules())
+        each = ((module._parameters, module._buffers, module._modules) for module in modules)
+        tables = [table for three in each for table in three if table]
+        contents = _contents(tables)
+        sorted_out: tuple[list[Tensor], list[Tensor]] = [], []
+        for tensor in contents:
+            if isinstance(tensor, Tensor):
+                sorted_out[hasattr(tensor, "__tensor_flatten__")].append(tensor)
+        return cls(tables, contents, *sorted_out, _addresses(*sorted_out))
+
+    @property
+    def is_unchanged(self) -> bool:
+        """The modules hold the same objects, and these lie where they lay."""
+        now = _contents(self.tables)
+        if len(now) != len(self.contents) or not all(map(operator.is_, now, self.contents)):
+            return False
+        return _addresses(self.plain, self.wrapping) == self.addresses
 
 
 class Weights:
@@ -20,26 +61,30 @@ class Weights:
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self._models = dict(models)
         self._held: dict[str, Tensor] = {}
+        self._seen = _Seen.of(())
 
     def hold(self) -> None:
         """Keep the memory of all weights, so that their addresses stay theirs while graphs read them."""
         if not self._held:
             self._held = {name: tensor.detach() for name, tensor in self._tensors()}
+            self._seen = _Seen.of(self._models.values())
 
     def check(self) -> None:
-        """Compare the addresses of all weights with those that graphs read.
+        """Compare the addresses of all weights with those that graphs read. Quick: it is done per request.
 
         Raises:
             AddressMovedError: a weight lies elsewhere now, and graphs would read the old one.
         """
-        for name, tensor in self._tensors() if self._held else ():
+        if self._seen.is_unchanged:
+            return
+        for name, tensor in self._tensors():
             held = self._held.get(name)
             if held is None or tensor.data_ptr() != held.data_ptr():
                 raise pg.errors.AddressMovedError.moved(name)
 
     def drop_graphs(self) -> None:
         """Called by the pool: nothing is captured any more."""
-        self._held = {}
+        self._held, self._seen = {}, _Seen.of(())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for model, module in self._models.items():
@@ -47,6 +92,15 @@ class Weights:
                 for name, tensor in kind():
                     for index, part in enumerate(_parts(tensor)):
                         yield f"{model}.{name}" + (f" (part {index})" if index else ""), part
+
+
+def _contents(tables: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, tables)))
+
+
+def _addresses(plain: Iterable[Tensor], wrapping: Iterable[Tensor]) -> list[int]:
+    inner = chain.from_iterable(map(_parts, wrapping))
+    return [tensor.data_ptr() for tensor in chain(plain, inner)]
 
 
 def _parts(tensor: Any) -> Iterator[Tensor]:
