@@ -230,7 +230,7 @@ class RequestTable:
             return
         changes = torch.tensor([list(self._unsent), list(self._unsent.values())], dtype=torch.int64)
         index, pages = to_device(changes, self.block_table.device)
-        self.block_table.view(-1).index_put_((index,), pages.to(torch.int32))
+        self.block_table.view(-1).scatter_(0, index, pages.to(torch.int32))
         self._unsent = {}  # only now: after a transfer that failed, the next flush has to send them too
 
     def _append(self, slot: int, page: int) -> None:
@@ -254,3 +254,14 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 def device_ints(values: Sequence[int], device: torch.device) -> Tensor:
     """int32 `[len(values)]` on the device, sent without waiting."""
     return to_device(torch.tensor(values, dtype=torch.int32), device)
+
+
+def device_columns(columns: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """int32 of every column's length on the device, all sent as one copy, without waiting.
+
+    Each begins at a multiple of 16 bytes, which kernels are compiled for.
+    """
+    padded = [[*column, *[0] * (-len(column) % 4)] for column in columns]
+    sent = device_ints([value for column in padded for value in column], device)
+    parts = sent.split([len(column) for column in padded])
+    return [part[: len(column)] for part, column in zip(parts, columns, strict=True)]

@@ -6,14 +6,13 @@ import operator
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import CPU, Shape, make_case
 from eagle_engine_cases import PLAIN, make
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from interpreter import assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from linear_operands import DEVICE, DTYPES, EXAMPLES, operands
 from metadata_cases import random_batch
@@ -26,13 +25,11 @@ from torch.nn import functional
 import piecewise_graph as pg
 from piecewise_graph.compiler.choosing_linears import choosing_linears, compile_kernels_ahead
 from piecewise_graph.custom_ops import metadata as md
-from piecewise_graph.custom_ops.attention import AttentionBatch, BatchBuffers, compile_ahead
+from piecewise_graph.custom_ops.attention import BatchBuffers, compile_ahead
 from piecewise_graph.custom_ops.attention.attention_op import compile_call_ahead
-from piecewise_graph.custom_ops.attention.call import Traits
 from piecewise_graph.custom_ops.attention.implementations import serve
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 from piecewise_graph.custom_ops.token_choice import argmax, compile_argmax_ahead
-from piecewise_graph.eagle.rounds import prefill
 from piecewise_graph.kernels import launch
 from piecewise_graph.kernels.launch import Launcher
 
@@ -213,57 +210,6 @@ class TestKernels:
             given = md.accept_greedy.flatten(batch, tree.tokens, argmax(logits), accepted)
             md.accept_greedy.kernel(given)()
             assert asked.used == asked.ahead and len(asked.used) == 4 + (nodes > 2)
-
-
-MAX_REQUESTS, PREFILL_ROWS, MAX_TOKENS = 32, 400, 500
-
-
-@pytest.fixture(scope="module")
-def announced() -> list[AttentionBatch]:
-    """The batches whose kernels a speculator has compiled ahead for prompts."""
-    found = list[AttentionBatch]()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(prefill, "compile_ahead", found.append)
-        limits = {"max_requests": MAX_REQUESTS, "prefill_rows": PREFILL_ROWS, "max_seq_len": MAX_TOKENS}
-        make(shapes=[PLAIN], graphs="eager", **limits).prepare()
-    return found
-
-
-@settings(max_examples=600)
-@given(
-    st.tuples(st.sampled_from([2, 8, 40, PREFILL_ROWS]), st.sampled_from([1, 8])).flatmap(
-        lambda most_and_fewest: st.lists(
-            st.tuples(st.integers(1, most_and_fewest[0]), st.integers(0, MAX_TOKENS)),
-            min_size=most_and_fewest[1],
-        )
-    ),
-    st.sampled_from([1, 2, 8, 32]),
-    st.sampled_from([1, 3, 4, 7, 16, 64]),
-    st.sampled_from([64, 80, 128, 256]),
-    st.sampled_from([*DTYPES, torch.float32]),
-    st.none() | st.integers(1, 500),
-    st.sampled_from([8, 20, 108, 132, 148]),
-)
-def test_attention_of_prompts_that_come_together(
-    announced: list[AttentionBatch], prompts: list[tuple[int, int]], kv_heads: int, group: int, head_dim: int,
-    dtype: torch.dtype, window: int | None, processors: int,
-) -> None:  # fmt: skip
-    """Their tilings are among those that were announced. `prompts`: rows, and tokens before them."""
-    pytest.importorskip("triton")
-    from piecewise_graph.custom_ops.attention.tiling import tile_batch
-
-    traits = Traits("auto", "cuda", dtype, kv_heads * group, kv_heads, head_dim, window, None, False)
-    ends = [*accumulate(rows for rows, _ in prompts)]
-    prompts = [each for each, end in zip(prompts, ends, strict=True) if end <= PREFILL_ROWS][:MAX_REQUESTS]
-    rows = [rows for rows, _ in prompts]
-    longest = max(min(rows + before, MAX_TOKENS) for rows, before in prompts)
-
-    def tiling(requests: int, total: int, most: int, span: int) -> Any:
-        span = span if window is None else min(span, window + most)
-        return tile_batch(traits, requests, total, most, span, processors).tiling
-
-    known = {tiling(b.num_requests, b.num_tokens, b.max_query_len, b.max_seq_len) for b in announced}
-    assert tiling(len(rows), sum(rows), max(rows), longest) in known
 
 
 @pytest.mark.gpu

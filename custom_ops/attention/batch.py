@@ -15,7 +15,7 @@ replayed under the same object; the caller (or a metadata kernel) writes its ten
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -81,6 +81,12 @@ class AttentionBatch:
     @property
     def num_requests(self) -> int:
         return self.seq_lens.shape[0]
+
+    def over(self, kv_cache: PagedKVCache) -> AttentionBatch:
+        """The same requests over another cache of the same pages: a draft's beside its target's."""
+        made = replace(self, kv_cache=kv_cache)
+        made.expected_tokens = self.expected_tokens
+        return made
 
     def check_tokens(self, num_tokens: int) -> None:
         """Refuse a forward of another number of tokens than the batch was last filled for.

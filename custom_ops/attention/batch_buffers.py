@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import AttentionError, CacheError
-from ..kv_cache import NULL_SLOT, PagedKVCache, RequestTable
+from ..kv_cache import NULL_SLOT, PagedKVCache, RequestTable, to_device
 from ..metadata import Batch, ExtendRows, extend_batch
 from .batch import AttentionBatch
 
@@ -49,18 +49,15 @@ class BatchBuffers:
     ) -> None:
         _check_table(cache, table)
         self._table = table
-        aligned = -(-num_requests // 4) * 4  # each row of `_given` begins at a multiple of 16 bytes
-        self._given = torch.zeros(3, aligned, dtype=torch.int32, device=cache.device)
+        self._given = torch.zeros(3, _aligned(num_requests), dtype=torch.int32, device=cache.device)
         requests, seq_lens, self._query_lens = self._given[:, :num_requests]
         self._request = Batch(requests, seq_lens, table.block_table, cache.page_size)
         self._rows = ExtendRows.allocate(self._request, num_tokens)
         self.positions = self._rows.positions
-        self.batch = AttentionBatch(
+        self.batch = _batch(
             cache,
-            block_table=self._rows.block_table,
-            seq_lens=seq_lens,
-            qo_indptr=self._rows.qo_indptr,
-            slot_mapping=self._rows.slot_mapping,
+            self._request,
+            self._rows,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len or table.max_pages * cache.page_size,
             query_len=max_query_len if uniform else None,
@@ -103,10 +100,10 @@ class BatchBuffers:
 
     def _send(self, requests: _Requests, padded: bool) -> Tensor:
         self._table.flush()
-        host = torch.zeros(self._given.shape, dtype=torch.int32, pin_memory=self._given.is_cuda)
-        for row, values in zip(host, requests.columns.values(), strict=True):
-            row[: len(values)] = torch.tensor(values, dtype=torch.int32)
-        self._given.copy_(host, non_blocking=True)
+        rows = requests.padded(self._given.shape[1])
+        self._given.copy_(
+            torch.tensor(rows, dtype=torch.int32, pin_memory=self._given.is_cuda), non_blocking=True
+        )
         extend_batch(self._request, self._query_lens, self._rows)
         self.batch.expected_tokens = self.batch.num_tokens if padded else sum(requests.query_lens)
         return self.positions
@@ -166,6 +163,10 @@ class _Requests:
             if length > capacity:
                 raise CacheError.not_reserved(slot, length, capacity)
 
+    def padded(self, width: int) -> list[list[int]]:
+        """The columns, each with zeros up to `width`."""
+        return [[*values, *[0] * (width - len(values))] for values in self.columns.values()]
+
 
 def _integers(name: str, values: Sequence[int]) -> list[int]:
     try:
@@ -197,21 +198,42 @@ def make_batch(
     Raises:
         AttentionError, CacheError: as `BatchBuffers.fill`; or there is no row at all.
     """
+    _check_table(cache, table)
     requests = _Requests(table, slots, query_lens, seq_lens)
     if not any(requests.query_lens):
         raise AttentionError.no_rows(len(requests.slots))
-    buffers = BatchBuffers(
+    table.flush()
+    count = len(requests.slots)
+    sent = to_device(torch.tensor(requests.padded(_aligned(count)), dtype=torch.int32), cache.device)
+    owners, lengths, rows_of_each = sent[:, :count]
+    request = Batch(owners, lengths, table.block_table, cache.page_size)
+    rows = ExtendRows.unwritten(request, sum(requests.query_lens))
+    extend_batch(request, rows_of_each, rows)
+    batch = _batch(
         cache,
-        table,
-        num_requests=len(requests.slots),
-        num_tokens=sum(requests.query_lens),
+        request,
+        rows,
         max_query_len=max(requests.query_lens),
         max_seq_len=max(requests.seq_lens),
-    )
-    positions = buffers._send(requests, padded=False)
-    # Lengths on the host hold for one filling, so only a batch that is not filled again has them.
-    batch = replace(
-        buffers.batch, host_query_lens=tuple(requests.query_lens), host_seq_lens=tuple(requests.seq_lens)
+        host_query_lens=tuple(requests.query_lens),
+        host_seq_lens=tuple(requests.seq_lens),
     )
     batch.expected_tokens = batch.num_tokens
-    return batch, positions
+    return batch, rows.positions
+
+
+def _aligned(num_requests: int) -> int:
+    """Columns of a table whose rows begin at multiples of 16 bytes, one int32 per request."""
+    return -(-num_requests // 4) * 4
+
+
+def _batch(cache: PagedKVCache, request: Batch, rows: ExtendRows, **bounds: Any) -> AttentionBatch:
+    """The batch that `extend_batch` describes; `bounds` are the host's arguments of `AttentionBatch`."""
+    return AttentionBatch(
+        cache,
+        block_table=rows.block_table,
+        seq_lens=request.seq_lens,
+        qo_indptr=rows.qo_indptr,
+        slot_mapping=rows.slot_mapping,
+        **bounds,
+    )

@@ -40,7 +40,8 @@ from .modes import Mode
 from .tiling import TiledBatch, Tiling, tile_batch
 
 _LOG2_E = math.log2(math.e)
-_REQUESTS = 32  # shortest vector of requests: one warp holds it
+# Shortest vector of requests: one warp holds it. Prompts alone and those beside a round have one variant.
+_REQUESTS, _REQUESTS_WITH_PROMPTS = 32, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,9 +149,10 @@ def _arguments(
 
 def _constants(batch: AttentionBatch, traits: Traits, tiling: Tiling) -> tuple[Any, ...]:
     head_dim, group, power_of_2 = traits.head_dim, traits.group, triton.next_power_of_2
+    shortest = _REQUESTS_WITH_PROMPTS if batch.query_len is None else _REQUESTS
     return (
         head_dim, power_of_2(head_dim), traits.kv_heads, group, power_of_2(group), batch.kv_cache.page_size,
-        max(power_of_2(batch.num_requests), _REQUESTS), tiling.block_m, tiling.block_n, tiling.rows,
+        max(power_of_2(batch.num_requests), shortest), tiling.block_m, tiling.block_n, tiling.rows,
         tiling.parts, tiling.split, tiling.unmasked, batch.query_len is None, batch.tree_mask is not None,
         "ieee" if traits.dtype == torch.float32 else "tf32", tiling.stages, traits.window is not None,
         traits.softcap is not None,

@@ -81,6 +81,16 @@ class ExtendRows(Bundle):
     def allocate(cls, batch: Batch, num_rows: int) -> ExtendRows:
         return cls.zeros(batch.device, B=batch.size, T=num_rows, Q=batch.table.shape[1])
 
+    @classmethod
+    def unwritten(cls, batch: Batch, num_rows: int) -> ExtendRows:
+        """For `extend_batch` to write: only what it leaves alone is set, in one launch."""
+        (requests, pages), device = (batch.size, batch.table.shape[1]), batch.device
+        indptr, slots, positions = (
+            torch.empty(size, dtype=torch.int32, device=device) for size in (requests + 1, num_rows, num_rows)
+        )
+        table = torch.zeros(requests, pages, dtype=torch.int32, device=device)
+        return cls(indptr, slots, positions, table)
+
 
 @dataclass(frozen=True)
 class DraftSteps(Bundle):

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.custom_ops.attention import AttentionBatch, BatchBuffers, compile_ahead, make_batch
-from piecewise_graph.custom_ops.kv_cache import PagedKVCache, device_ints, to_device
+from piecewise_graph.custom_ops.kv_cache import PagedKVCache, device_columns, device_ints, to_device
 from piecewise_graph.custom_ops.token_choice import argmax, uniforms
 
 from ..options import COMPILED, EAGER, PIECEWISE
 from ..request import Request
 from .resources import Resources
+from .round_buffers import send_requests
 from .round_launch import Launch
 from .sampling import FIRST, distribution, draw
+
+_HOTTEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,11 @@ class Prefill:
             return
         foreseen = [made for cache in caches for rows in sizes for made in self._foreseen(cache, rows)]
         for buffers in foreseen:
-            buffers.compile_ahead()
             compile_ahead(buffers.batch)
+            if (
+                buffers.batch.num_requests <= self.resources.limits.max_requests
+            ):  # others are joined, not filled
+                buffers.compile_ahead()
         if self.mode != PIECEWISE:
             sizes = sizes[-1:]  # one call compiles for all
         for rows in sorted(sizes, reverse=True):
@@ -122,21 +128,21 @@ class Prefill:
         slots = [piece.request.slot for piece in pieces]
         rows, lengths = [p.stop - p.start for p in pieces], [p.stop for p in pieces]
         attention, positions = make_batch(self.resources.cache, table, slots, rows, lengths)
-        draft_attention = None
-        if self.resources.draft_cache is not None:
-            draft_attention, _ = make_batch(self.resources.draft_cache, table, slots, rows, lengths)
+        draft_cache = self.resources.draft_cache
         tokens = [piece.request.sequence(piece.start, piece.stop + 1) for piece in pieces]
-        following = [[*more[1:], 0][:count] for more, count in zip(tokens, rows, strict=True)]
-        return Chunk(
-            device_ints([t for more, n in zip(tokens, rows, strict=True) for t in more[:n]], device),
-            positions,
-            device_ints([t for more in following for t in more], device),
-            attention,
-            draft_attention,
-            self._longs([end - 1 for p, end in zip(pieces, accumulate(rows), strict=True) if p.is_last]),
-            self._longs([piece.request.slot for piece in pieces if piece.is_last]),
-            tuple(piece for piece in pieces if piece.is_last),
+        done = tuple(piece for piece in pieces if piece.is_last)
+        ends = [end - 1 for piece, end in zip(pieces, accumulate(rows), strict=True) if piece.is_last]
+        ids, following, indices = device_columns(
+            [
+                [token for more, count in zip(tokens, rows, strict=True) for token in more[:count]],
+                [token for more, count in zip(tokens, rows, strict=True) for token in [*more[1:], 0][:count]],
+                [*ends, *(piece.request.slot for piece in done)],
+            ],
+            device,
         )
+        drafted = None if draft_cache is None else attention.over(draft_cache)
+        last_rows, done_slots = indices.long().view(2, len(done))
+        return Chunk(ids, positions, following, attention, drafted, last_rows, done_slots, done)
 
     def launch(self, chunk: Chunk) -> Launch:
         """Start a batch of prompts alone. Waits for nothing."""
@@ -183,17 +189,7 @@ class Prefill:
         """Tell the device where the next rounds of `requests` start, and how they are sampled."""
         if not requests:
             return
-        state, slots = self.resources.state, self._longs([request.slot for request in requests])
-        columns: dict[str, list[Any]] = {
-            "seq_lens": [request.length for request in requests],
-            "root": [request.tokens[-1] if request.tokens else 0 for request in requests],
-            "request_index": [request.index for request in requests],
-        }
-        for name in ("temperature", "top_k", "top_p", "seed"):
-            columns[name] = [getattr(request.sampling, name) for request in requests]
-        for name, values in columns.items():
-            column = torch.tensor(values, dtype=state[name].dtype)
-            state[name].index_copy_(0, slots, to_device(column, self.resources.device))
+        send_requests(self.resources.state, {request.slot: _sent(request) for request in requests})
 
     def _draft_missed(self, late: Sequence[Request]) -> None:
         cache, table, ring = (
@@ -242,12 +238,20 @@ class Prefill:
     def _foreseen(self, cache: PagedKVCache, rows: int) -> Iterator[BatchBuffers]:
         """Batches whose attention runs the kernels that any prompts of up to `rows` rows each may need.
 
-        One prompt leaves most multiprocessors idle and many do not; short contexts are not split.
+        One prompt leaves most multiprocessors idle and many do not; short contexts are not split. A round
+        that shares their forward brings as many requests again.
         """
-        limits = self.resources.limits
-        for requests, total in ((1, rows), (limits.max_requests, limits.prefill_rows)):
+        most, total = self.resources.limits.max_requests, self.resources.limits.prefill_rows
+        for requests, tokens in ((1, rows), (most, total), (2 * most, total)):
             for longest in (rows, None):
                 yield BatchBuffers(
-                    cache, self.resources.table, num_requests=requests, num_tokens=total, max_query_len=rows,
+                    cache, self.resources.table, num_requests=requests, num_tokens=tokens, max_query_len=rows,
                     max_seq_len=longest,
                 )  # fmt: skip
+
+
+def _sent(request: Request) -> tuple[float, ...]:
+    """The values of `REQUEST` in round_buffers.py, in order."""
+    how, root = request.sampling, request.tokens[-1] if request.tokens else 0
+    temperature = min(how.temperature, _HOTTEST)
+    return how.seed, request.length, root, request.index, temperature, how.top_k, how.top_p

@@ -12,7 +12,7 @@ import piecewise_graph as pg
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 
 from ..options import Limits
-from .round_buffers import FEATURE_RING, STATE, Buffers, allocate
+from .round_buffers import FEATURE_RING, STATE, Buffers, allocate, allocate_requests
 from .round_models import Models
 from .target import TargetModel
 from .weights import Weights
@@ -28,7 +28,7 @@ class Resources:
     Attributes:
         target: the module behind `models.target`.
         draft_cache: None without a draft.
-        state: `STATE` of round_buffers.py, by row of the request table.
+        state: `REQUEST` and `STATE` of round_buffers.py, by row of the request table.
         pool: memory and stream of all graphs.
         ranks: who runs the target together.
     """
@@ -69,7 +69,9 @@ class Resources:
         letters["H"] = config.hidden_size if config else 1
         may_fall_behind = draft is not None and any(not shape.steps for shape in limits.shapes)
         fields = STATE + (FEATURE_RING if may_fall_behind else ())
-        state = allocate(fields, letters, dtype=dtype, device=device)
+        state = Buffers(
+            allocate(fields, letters, dtype=dtype, device=device) | allocate_requests(letters["R"], device)
+        )
         pool = pg.GraphPool()
         # pg.compile trusts models of transformers, and does not see one through TargetModel and its taps.
         trusted = type(model).__module__.startswith("transformers.")

@@ -11,12 +11,12 @@ Source: chunked prefill, Sarathi-Serve (arXiv 2403.02310).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from piecewise_graph.custom_ops.attention import AttentionBatch, compile_ahead
-from piecewise_graph.custom_ops.kv_cache import device_ints
 
 from ..options import FULL
 from ..request import Request
@@ -50,11 +50,12 @@ class Round:
         draft, verify, *rest = self.runners
         draft()
         if chunk is not None:
+            both = joined(self.tensors.verify_batch, chunk.attention)
             with named("verify"):
-                first, features = self._verify_with(chunk)
+                first, features = self._verify_with(chunk, both)
             launch = Launch(result, first, shape, requests, chunk.started)
             with named("extend"):
-                self._extend_with(chunk, first, features)
+                self._extend_with(chunk, both, first, features)
             return launch
         verify()
         launch = Launch(result, None, shape, requests)
@@ -89,36 +90,36 @@ class Round:
         self._fill([])
         return {runner.name: runner.seconds(self._resources.device) for runner in self.runners}
 
-    def _verify_with(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """The target over the draft tokens and the prompts.
+    def _verify_with(self, chunk: Chunk, both: AttentionBatch) -> tuple[Tensor, Tensor]:
+        """The target over the draft tokens and the prompts, whose requests are `both`.
 
         Returns:
             (first tokens of the prompts that end here int32 `[n]`, features of the prompts `[rows, F]`).
         """
-        batch = self.tensors.verify_batch
         ids, positions = self._phases.draft_tokens()
         logits, features = self._resources.models.target(
             self._prefill.mode,
-            joined(batch, chunk.attention),
+            both,
             input_ids=torch.cat([ids, chunk.ids])[None],
             position_ids=torch.cat([positions, chunk.positions])[None],
         )
-        rows = batch.num_tokens
+        rows = self.tensors.verify_batch.num_tokens
         self._phases.accept(logits[:rows], features[:rows])
         kept = features[rows:].clone()  # the next tape overwrites the target's outputs
         return self._prefill.choose(chunk, logits[rows:]), kept
 
-    def _extend_with(self, chunk: Chunk, first: Tensor, features: Tensor) -> None:
-        """The draft over the accepted tokens and the prompts."""
+    def _extend_with(self, chunk: Chunk, both: AttentionBatch, first: Tensor, features: Tensor) -> None:
+        """The draft over the accepted tokens and the prompts, whose requests are `both`."""
         batch, extend = self.tensors.extend_batch, self._resources.models.extend
         if batch is None:  # plain decoding drafts nothing
             self._prefill.extend(chunk, features, first)
             return
-        assert extend is not None and chunk.draft_attention is not None
+        assert extend is not None
+        slots = torch.cat([batch.slot_mapping, chunk.attention.slot_mapping])
         ids, positions, accepted_features = self._phases.accepted_rows()
         hidden = extend(
             self._prefill.mode,
-            joined(batch, chunk.draft_attention),
+            replace(both, kv_cache=batch.kv_cache, slot_mapping=slots),
             input_ids=torch.cat([ids, chunk.draft_ids(first)]),
             positions=torch.cat([positions, chunk.positions]),
             features=torch.cat([accepted_features, features]),
@@ -132,7 +133,8 @@ class Round:
         slots = slots + [0] * (self.tensors.size - len(slots))
         if slots != self._slots:
             requests = self.tensors.buffers.requests
-            requests.copy_(device_ints(slots, requests.device))
+            host = torch.tensor(slots, dtype=requests.dtype, pin_memory=requests.is_cuda)
+            requests.copy_(host, non_blocking=True)
             self._slots = slots
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from struct import Struct
 
 import torch
 from torch import Tensor
+
+from piecewise_graph.custom_ops.kv_cache import to_device
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,24 @@ class Field:
     pad: float = 0
 
 
-# What a request carries from one round to the next, by its row in the request table.
-STATE = (
+# What a request carries from one round to the next, by its row in the request table. The host sends these
+# when it admits the request: they are columns of one matrix, so one copy and one write send all of them.
+REQUEST = (
+    Field("seed", ("R",), torch.int64),  # first, where its 8 bytes are aligned
     Field("seq_lens", ("R",)),  # tokens whose target K and V are right
     Field("root", ("R",)),  # the token after them, chosen and not yet computed
-    Field("hidden", ("R", "H"), None),  # of draft-extend, where the next draft begins
+    Field("request_index", ("R",)),  # synthetic acceptance differs between requests of one seed
     Field("temperature", ("R",), torch.float32),
     Field("top_k", ("R",)),
     Field("top_p", ("R",), torch.float32, pad=1),
-    Field("seed", ("R",), torch.int64),
-    Field("request_index", ("R",)),  # synthetic acceptance differs between requests of one seed
+)
+_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
+_SENT = Struct("=q" + "".join(_CODES[field.dtype] for field in REQUEST if field.dtype))  # the row comes first
+_WORD, _SLOT_WORDS = 4, 2
+
+# These only the device writes.
+STATE = (
+    Field("hidden", ("R", "H"), None),  # of draft-extend, where the next draft begins
 )
 
 # Ring buffer of the latest plain rounds' features, for a draft that has to catch up; row `position % G`.
@@ -78,3 +89,29 @@ def allocate(
         shape = [size if isinstance(size, int) else sizes[size] for size in field.shape]
         found[field.name] = torch.full(shape, field.pad, dtype=field.dtype or dtype, device=device)
     return found
+
+
+def allocate_requests(num_rows: int, device: torch.device) -> Buffers:
+    """The columns of `REQUEST` as views of one matrix, and that matrix as `requests_sent`."""
+    matrix = torch.zeros(num_rows, _SENT.size // _WORD - _SLOT_WORDS, dtype=torch.int32, device=device)
+    found, begin = Buffers(requests_sent=matrix), 0
+    for field in REQUEST:
+        assert field.dtype is not None
+        end = begin + field.dtype.itemsize // _WORD
+        found[field.name] = matrix[:, begin:end].view(field.dtype)[:, 0]
+        found[field.name].fill_(field.pad)
+        begin = end
+    return found
+
+
+def send_requests(state: Buffers, rows: Mapping[int, Sequence[float]]) -> None:
+    """Write rows of `allocate_requests`, without waiting.
+
+    Args:
+        rows: of the request table: the values of `REQUEST`, in order.
+    """
+    packed = bytearray().join(_SENT.pack(slot, *values) for slot, values in rows.items())
+    host = torch.frombuffer(packed, dtype=torch.int32).view(len(rows), -1)
+    sent = to_device(host, state.requests_sent.device)
+    slots = sent[:, :_SLOT_WORDS].view(torch.int64)[:, 0]
+    state.requests_sent.index_copy_(0, slots, sent[:, _SLOT_WORDS:])

@@ -1,0 +1,74 @@
+"""Attention of prompts, alone and beside a round: its kernels are compiled before the first prompt comes."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from eagle_engine_cases import PLAIN, make
+from hypothesis import given, settings, strategies as st
+from linear_operands import DTYPES
+
+from piecewise_graph.custom_ops.attention import AttentionBatch
+from piecewise_graph.custom_ops.attention.call import Traits
+from piecewise_graph.eagle.rounds import prefill
+
+MAX_REQUESTS, PREFILL_ROWS, MAX_TOKENS = 32, 400, 500
+
+
+@pytest.fixture(scope="module")
+def announced() -> list[AttentionBatch]:
+    """The batches whose kernels a speculator has compiled ahead for prompts."""
+    found = list[AttentionBatch]()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(prefill, "compile_ahead", found.append)
+        limits = {"max_requests": MAX_REQUESTS, "prefill_rows": PREFILL_ROWS, "max_seq_len": MAX_TOKENS}
+        make(shapes=[PLAIN], graphs="eager", **limits).prepare()
+    return found
+
+
+@settings(max_examples=600)
+@given(
+    st.tuples(st.sampled_from([2, 8, 40, PREFILL_ROWS]), st.sampled_from([1, 8])).flatmap(
+        lambda most_and_fewest: st.lists(
+            st.tuples(st.integers(1, most_and_fewest[0]), st.integers(0, MAX_TOKENS)),
+            min_size=most_and_fewest[1],
+        )
+    ),
+    st.sampled_from([1, 2, 8, 32]),
+    st.sampled_from([1, 3, 4, 7, 16, 64]),
+    st.sampled_from([64, 80, 128, 256]),
+    st.sampled_from([*DTYPES, torch.float32]),
+    st.none() | st.integers(1, 500),
+    st.sampled_from([8, 20, 108, 132, 148]),
+    st.sampled_from([0, 1, 7, MAX_REQUESTS]),
+)
+def test_attention_of_prompts_that_come_together(
+    announced: list[AttentionBatch], prompts: list[tuple[int, int]], kv_heads: int, group: int, head_dim: int,
+    dtype: torch.dtype, window: int | None, processors: int, decoding: int,
+) -> None:  # fmt: skip
+    """Their variants are announced. `prompts`: rows, and tokens before; `decoding` requests are with them."""
+    pytest.importorskip("triton")
+    from piecewise_graph.custom_ops.attention.tiling import tile_batch
+    from piecewise_graph.custom_ops.attention.triton_attention import _constants
+
+    cache, heads = announced[0].kv_cache, kv_heads * group
+    traits = Traits("auto", "cuda", dtype, heads, kv_heads, head_dim, window, None, False)
+    ends = [*accumulate(rows for rows, _ in prompts)]
+    fitting = [each for each, end in zip(prompts, ends, strict=True) if end + decoding <= PREFILL_ROWS]
+    rows = [rows for rows, _ in fitting[:MAX_REQUESTS]] or [1]
+    longest = max((min(sum(each), MAX_TOKENS) for each in fitting[:MAX_REQUESTS]), default=1)
+    if decoding:  # requests whose lengths only the device knows
+        longest = max(batch.max_seq_len for batch in announced)
+
+    def variant(requests: int, total: int, most: int, span: int) -> Any:
+        seen = span if window is None else min(span, window + most)
+        tiling = tile_batch(traits, requests, total, most, seen, processors).tiling
+        batch: Any = SimpleNamespace(num_requests=requests, query_len=None, tree_mask=None, kv_cache=cache)
+        return tiling.warps, _constants(batch, traits, tiling)
+
+    known = {variant(b.num_requests, b.num_tokens, b.max_query_len, b.max_seq_len) for b in announced}
+    assert variant(len(rows) + decoding, sum(rows) + decoding, max(rows), longest) in known
