@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 from eagle_cases import (
     QUICK,
     all_free,
     one_state_for_all_tests,
+    prefill,
     small_prompts,
 )
 from eagle_engine_cases import CHAIN, HOW, LENGTH, LOOKAHEAD, PLAIN, lone, make, run
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import piecewise_graph as pg
 from piecewise_graph.eagle import DraftShape, Request, Speculator, SpeculatorError
+from piecewise_graph.eagle.rounds.prefill import Piece
+from piecewise_graph.eagle.rounds.round_launch import Launch
 from piecewise_graph.errors import PiecewiseError
 
 
@@ -64,6 +70,59 @@ def test_prompts_share_the_forwards_of_rounds(shape: DraftShape) -> None:
     run(engine)
     for request in (first, second):
         assert request.tokens == lone(request, shape)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+def test_prompts_go_alone_where_the_device_waits_for_the_host(
+    waits: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds stay whole graphs then. A device that was busy after prompts gets the next ones with a round."""
+    rows, length = 16, 30
+    loop = make(
+        shapes=[CHAIN], prefill_rows=rows, batch_sizes=[1, 2], max_requests=2,
+        graphs={"prefill": "piecewise"}, **QUICK,
+    )  # fmt: skip
+    loop.prepare()
+    monkeypatch.setattr(Launch, "has_arrived", waits)
+    engine = loop.engine(overlap=overlap)
+    first = engine.add_request(small_prompts([3])[0], max_new_tokens=30)
+    for _ in range(2):
+        engine.step()
+    second = engine.add_request(small_prompts([length], 1)[0], max_new_tokens=4)
+    steps = -(-length // (rows if waits else rows - CHAIN.nodes))
+    graphs = 3 if waits else 1  # the draft proposes before prompts join
+    with pg.counters.expect(replays=steps * 2, phase_replays=steps * graphs, captures=0):
+        for _ in range(steps):
+            engine.step()
+    assert second in engine.running
+    run(engine)
+    for request in (first, second):
+        assert request.tokens == lone(request, CHAIN)
+
+
+class Ops(TorchDispatchMode):
+    """Counts the ops that run; views cost the device nothing."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not op.is_view
+        return op(*args, **(kwargs or {}))
+
+
+def test_prompts_cost_the_device_as_many_transfers_however_many_come_together(loop: Speculator) -> None:
+    counted = []
+    for requests in (1, 4):
+        engine = loop.engine(shape=CHAIN, overlap=False)
+        added = [engine.add_request(prompt, max_new_tokens=9) for prompt in small_prompts([5] * requests)]
+        engine.step()
+        with torch.no_grad(), Ops() as ops:
+            prefill(loop).send_state(added)
+            prefill(loop).lay_out([Piece(request, 0, 5) for request in added])
+        counted.append(ops.count)
+        engine.close()
+    assert counted[0] == counted[1]
 
 
 def test_long_prompt_does_not_hold_up_those_that_run(loop: Speculator) -> None:

@@ -57,6 +57,8 @@ class Engine:
         self._finished: list[Request] = []  # reported, and not returned by `step` yet
         self._unfinished: dict[Request, None] = {}
         self._num_requests = 0
+        self._sent_prompts = False  # in the latest step
+        self._device_waits = False  # after the latest prompts it had done everything before the host was back
         self._interrupted = False  # an exception ended a step: the device may be ahead of the host
 
     @property
@@ -175,8 +177,10 @@ class Engine:
         with self._context(), named("round"):
             self._recover()
             self._interrupted = True
-            launched = self._launch()
-            self._settle(keep=int(self._policy.overlap and launched))
+            keep = int(self._launch() and self._policy.overlap)
+            if not keep:
+                self._look_at_device()
+            self._settle(keep=keep)
             self._interrupted = False
         return self._report()
 
@@ -195,20 +199,20 @@ class Engine:
 
     def _launch(self) -> bool:
         """Send the next step to the device; False if there is nothing to do."""
-        scheduler, resources = self._scheduler, self._resources
-        max_rows = resources.limits.prefill_rows
-        # Where other ranks take the same steps, when a result arrives on one of them is no reason.
-        while self._in_flight and not resources.ranks.several and self._in_flight[0].has_arrived:
-            self._settle(keep=len(self._in_flight) - 1)  # the host is the slower one: no need to be late
-        if scheduler.is_short():
-            self._settle(keep=0)  # some requests may be finished
-        scheduler.reserve()
+        scheduler, max_rows = self._scheduler, self._resources.limits.prefill_rows
+        if self._look_at_device():
+            self._settle(keep=0)  # the host is the slower one: no need to be late
+        if missing := scheduler.missing():
+            if missing > self._resources.table.free_pages:
+                self._settle(keep=0)  # some requests may be finished
+            scheduler.reserve()
         self._prefill.send_state(scheduler.admit())
         shape = self._choose(scheduler.batch())
         batch = scheduler.batch()  # choosing may have read results
         rows = self._rounds.size(batch) * shape.nodes if batch else 0
-        # Prompts share the forwards of a round if at least half of the rows are left for them.
-        shared = bool(batch) and not shape.is_tree and 2 * rows <= max_rows
+        # Prompts share the forwards of a round if at least half of the rows are left for them. Such a round
+        # is no graph: where the device waits for the host, prompts alone and a round of graphs are faster.
+        shared = bool(batch) and not shape.is_tree and not self._device_waits and 2 * rows <= max_rows
         pieces = scheduler.pieces(max_rows - rows if shared else max_rows)
         if pieces and not shared:
             chunk = self._prefill.lay_out(pieces)
@@ -218,7 +222,20 @@ class Engine:
         if batch:
             made, sharing = self._rounds.round_for(batch, shape, self._policy), pieces if shared else []
             self._launched(made.launch(batch, self._prefill.lay_out(sharing) if sharing else None), sharing)
+        self._sent_prompts = bool(pieces)
         return bool(pieces or batch)
+
+    def _look_at_device(self) -> bool:
+        """Whether the device has done all that is in flight, and so waits for the host.
+
+        Where other ranks take the same steps, what one of them sees is no reason for any decision.
+        """
+        if not self._in_flight or self._resources.ranks.several:
+            return False
+        done = self._in_flight[-1].has_arrived
+        if self._sent_prompts:
+            self._device_waits = done
+        return done
 
     def _launched(self, launch: Launch, pieces: Sequence[Piece]) -> None:
         launch.begin()

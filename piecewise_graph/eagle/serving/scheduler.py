@@ -52,18 +52,16 @@ class Scheduler:
         """Requests of the next round: all running ones but those whose last token is in flight."""
         return [request for request in self.running if not request.ends_in_flight]
 
-    def is_short(self) -> bool:
-        """Whether the next round needs more pages than are free."""
-        return sum(self._missing(request, 0) for request in self.batch()) > self.table.free_pages
+    def missing(self) -> int:
+        """Pages that the next round lacks."""
+        return sum(self._missing(request, 0) for request in self.batch())
 
     def reserve(self) -> None:
         """Reserve the pages of the next round; preempt the youngest requests if there are too few.
 
-        No result may be in flight if `is_short`.
+        No result may be in flight if more are `missing` than are free.
         """
         batch = self.batch()
-        if not any(self._missing(request, 0) for request in batch):
-            return
         plenty = sum(self._missing(request, _GROWTH) for request in batch) <= self.table.free_pages
         for request in batch:
             if request in self.running and self._fits(request):
