@@ -325,8 +325,8 @@ MUTANTS = [
     Mutant(
         "when a result arrives on one rank decides the steps of that rank",
         f"{EAGLE}/serving/engine.py",
-        " and not resources.ranks.several and ",
-        " and ",
+        "if self._in_flight and not self._resources.ranks.several and ",
+        "if self._in_flight and ",
         "tests/test_rank_schedules.py -k random_schedules",
     ),
 ]

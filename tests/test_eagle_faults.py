@@ -178,6 +178,16 @@ def test_a_layer_that_was_replaced_is_refused_unless_its_weights_lie_where_they_
     mlp.down_proj = layer
 
 
+def test_a_weight_that_was_added_is_refused(speculator: Speculator) -> None:
+    speculator.generate(PROMPTS, max_new_tokens=4)
+    layer = resources(speculator).target.model.model.layers[0].mlp.down_proj
+    layer.adapter = torch.nn.Linear(2, 2)
+    with pytest.raises(AddressMovedError, match=r"down_proj\.adapter\.weight"):
+        speculator.generate(PROMPTS, max_new_tokens=4)
+    del layer.adapter
+    assert speculator.generate(PROMPTS, max_new_tokens=4)
+
+
 def test_a_quantised_weight_that_was_replaced_is_refused(device: torch.device) -> None:
     """It wraps the tensors that graphs read, and has no address of its own."""
     target = build_target(device)

@@ -46,8 +46,9 @@ def loop(eager: Speculator) -> Iterator[Speculator]:
 
 
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN], ids=str)
-def test_prompts_share_the_forwards_of_rounds(shape: DraftShape) -> None:
+def test_prompts_share_the_forwards_of_rounds(shape: DraftShape, monkeypatch: pytest.MonkeyPatch) -> None:
     """One forward of the target per step, of decoding rows and a chunk together; one of the draft."""
+    monkeypatch.setattr(Launch, "is_done", False)
     rows, length = 16, 30
     loop = make(
         shapes=[shape], prefill_rows=rows, batch_sizes=[1, 2], max_requests=2,
@@ -85,6 +86,7 @@ def test_prompts_go_alone_where_the_device_waits_for_the_host(
     )  # fmt: skip
     loop.prepare()
     monkeypatch.setattr(Launch, "has_arrived", waits)
+    monkeypatch.setattr(Launch, "is_done", waits)
     engine = loop.engine(overlap=overlap)
     first = engine.add_request(small_prompts([3])[0], max_new_tokens=30)
     for _ in range(2):
@@ -101,6 +103,24 @@ def test_prompts_go_alone_where_the_device_waits_for_the_host(
         assert request.tokens == lone(request, CHAIN)
 
 
+def test_only_steps_with_prompts_tell_whether_the_next_ones_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds are whole graphs: that the device is soon done with them says nothing of prompts."""
+    loop = make(
+        shapes=[CHAIN], prefill_rows=16, batch_sizes=[1, 2], max_requests=2,
+        graphs={"prefill": "piecewise"}, **QUICK,
+    )  # fmt: skip
+    loop.prepare()
+    monkeypatch.setattr(Launch, "is_done", property(lambda launch: not launch.started))
+    engine = loop.engine(overlap=False)
+    engine.add_request(small_prompts([3])[0], max_new_tokens=30)
+    for _ in range(3):
+        engine.step()
+    engine.add_request(small_prompts([4], 1)[0], max_new_tokens=4)
+    with pg.counters.expect(phase_replays=1, captures=0):  # the draft; prompts share the rest of the round
+        engine.step()
+    run(engine)
+
+
 class Ops(TorchDispatchMode):
     """Counts the ops that run; views cost the device nothing."""
 
@@ -111,7 +131,7 @@ class Ops(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def test_prompts_cost_the_device_as_many_transfers_however_many_come_together(loop: Speculator) -> None:
+def test_prompts_are_sent_by_few_ops_however_many_come_together(loop: Speculator) -> None:
     counted = []
     for requests in (1, 4):
         engine = loop.engine(shape=CHAIN, overlap=False)
@@ -122,7 +142,7 @@ def test_prompts_cost_the_device_as_many_transfers_however_many_come_together(lo
             prefill(loop).lay_out([Piece(request, 0, 5) for request in added])
         counted.append(ops.count)
         engine.close()
-    assert counted[0] == counted[1]
+    assert counted[0] == counted[1] <= 8
 
 
 def test_long_prompt_does_not_hold_up_those_that_run(loop: Speculator) -> None:

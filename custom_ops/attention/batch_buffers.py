@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,10 +53,12 @@ class BatchBuffers:
         self._request = Batch(requests, seq_lens, table.block_table, cache.page_size)
         self._rows = ExtendRows.allocate(self._request, num_tokens)
         self.positions = self._rows.positions
-        self.batch = _batch(
+        self.batch = AttentionBatch(
             cache,
-            self._request,
-            self._rows,
+            block_table=self._rows.block_table,
+            seq_lens=seq_lens,
+            qo_indptr=self._rows.qo_indptr,
+            slot_mapping=self._rows.slot_mapping,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len or table.max_pages * cache.page_size,
             query_len=max_query_len if uniform else None,
@@ -96,9 +97,6 @@ class BatchBuffers:
         """
         requests = _Requests(self._table, slots, query_lens, seq_lens)
         self._check_fits(requests)
-        return self._send(requests, padded)
-
-    def _send(self, requests: _Requests, padded: bool) -> Tensor:
         self._table.flush()
         rows = requests.padded(self._given.shape[1])
         self._given.copy_(
@@ -209,10 +207,12 @@ def make_batch(
     request = Batch(owners, lengths, table.block_table, cache.page_size)
     rows = ExtendRows.unwritten(request, sum(requests.query_lens))
     extend_batch(request, rows_of_each, rows)
-    batch = _batch(
+    batch = AttentionBatch(
         cache,
-        request,
-        rows,
+        block_table=rows.block_table,
+        seq_lens=lengths,
+        qo_indptr=rows.qo_indptr,
+        slot_mapping=rows.slot_mapping,
         max_query_len=max(requests.query_lens),
         max_seq_len=max(requests.seq_lens),
         host_query_lens=tuple(requests.query_lens),
@@ -225,15 +225,3 @@ def make_batch(
 def _aligned(num_requests: int) -> int:
     """Columns of a table whose rows begin at multiples of 16 bytes, one int32 per request."""
     return -(-num_requests // 4) * 4
-
-
-def _batch(cache: PagedKVCache, request: Batch, rows: ExtendRows, **bounds: Any) -> AttentionBatch:
-    """The batch that `extend_batch` describes; `bounds` are the host's arguments of `AttentionBatch`."""
-    return AttentionBatch(
-        cache,
-        block_table=rows.block_table,
-        seq_lens=request.seq_lens,
-        qo_indptr=rows.qo_indptr,
-        slot_mapping=rows.slot_mapping,
-        **bounds,
-    )

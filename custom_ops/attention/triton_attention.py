@@ -40,7 +40,8 @@ from .modes import Mode
 from .tiling import TiledBatch, Tiling, tile_batch
 
 _LOG2_E = math.log2(math.e)
-# Shortest vector of requests: one warp holds it. Prompts alone and those beside a round have one variant.
+# Shortest vector of requests: one warp holds it. With prompts it is longer, so that prompts alone and those
+# beside a round have one variant, up to 64 requests together.
 _REQUESTS, _REQUESTS_WITH_PROMPTS = 32, 64
 
 

@@ -92,7 +92,7 @@ def select_branches(
 ) -> None:
     """Take the children of one level in: append them to the candidates, keep the best k as branches.
 
-    Level 0 follows draft-extend: the root's k children are the branches. Level l follows draft forward l - 1:
+    Level 0 begins the draft: the root's k children are the branches. Level l follows draft forward l - 1:
     of the k² products of branch score and child probability the k largest stay. Ties go to the lower index,
     so a parent always ranks before its children. The last level (S - 1) only appends. A branch inherits its
     parent's row of the mask and adds itself.

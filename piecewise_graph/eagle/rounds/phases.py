@@ -141,8 +141,7 @@ class Phases:
     def _draft_chain(self, mode: str, steps: md.DraftSteps) -> None:
         tensors, models = self.tensors, self.resources.models
         assert models.step is not None and models.head is not None
-        hidden = self._state.hidden[tensors.buffers.requests]
-        logits = models.head(mode, None, hidden=hidden)
+        hidden, logits = self._draft_start(mode)
         md.draft_steps(tensors.batch, steps)
         for step in range(tensors.shape.steps):
             token = self._propose(logits, step)
@@ -167,8 +166,7 @@ class Phases:
     def _draft_tree(self, mode: str, branches: md.Branches) -> None:
         tensors, models, steps = self.tensors, self.resources.models, self.tensors.steps
         assert steps is not None and models.step is not None and models.head is not None
-        hidden = self._state.hidden[tensors.buffers.requests]
-        logits = models.head(mode, None, hidden=hidden)
+        hidden, logits = self._draft_start(mode)
         md.draft_steps(tensors.batch, steps)
         for level in range(tensors.shape.steps):
             probs, tokens = self._children(logits)
@@ -225,6 +223,12 @@ class Phases:
         more, buffers = [1] * (use.dim() - 1), self.tensors.buffers
         seed = self._state.seed[buffers.requests].view(-1, *more)
         return uniforms(seed, buffers.seq_lens.view(-1, *more), use)
+
+    def _draft_start(self, mode: str) -> tuple[Tensor, Tensor]:
+        """The hidden states `[B, H]` that draft-extend left, and the draft's logits of them."""
+        hidden, head = self._state.hidden[self.tensors.buffers.requests], self.resources.models.head
+        assert head is not None
+        return hidden, head(mode, None, hidden=hidden)
 
     def _look_up_pages(self) -> None:
         buffers, table = self.tensors.buffers, self.tensors.batch.table

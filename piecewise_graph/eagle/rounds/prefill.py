@@ -21,7 +21,7 @@ from .round_buffers import send_requests
 from .round_launch import Launch
 from .sampling import FIRST, distribution, draw
 
-_HOTTEST = torch.finfo(torch.float32).max
+_HOTTEST = torch.finfo(torch.float32).max  # all that is hotter draws alike, and cannot be packed
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Chunk:
     Attributes:
         ids, positions: int32 `[rows]`.
         following: int32 `[rows]`, the token after each row; 0 where it is not chosen yet.
-        attention, draft_attention: over the target's cache and the draft's.
+        attention: over the target's cache.
         ends: int64 `[n]`, last rows of the pieces that are the last of their requests.
         slots: int64 `[n]`, rows of the request table of these requests.
         done: these pieces.
@@ -64,7 +64,6 @@ class Chunk:
     positions: Tensor
     following: Tensor
     attention: AttentionBatch
-    draft_attention: AttentionBatch | None
     ends: Tensor
     slots: Tensor
     done: tuple[Piece, ...]
@@ -103,13 +102,11 @@ class Prefill:
         sizes = [size for size in models.target.sizes if size <= self.resources.limits.prefill_rows]
         if all(models.target.is_prepared(self.mode, rows) for rows in sizes):
             return
-        foreseen = [made for cache in caches for rows in sizes for made in self._foreseen(cache, rows)]
-        for buffers in foreseen:
-            compile_ahead(buffers.batch)
-            if (
-                buffers.batch.num_requests <= self.resources.limits.max_requests
-            ):  # others are joined, not filled
-                buffers.compile_ahead()
+        foreseen = [batch for cache in caches for rows in sizes for batch in self._foreseen(cache, rows)]
+        for batch in foreseen:
+            compile_ahead(batch)
+        for requests in (1, self.resources.limits.max_requests):
+            self._padding(caches[0], 1, requests).compile_ahead()
         if self.mode != PIECEWISE:
             sizes = sizes[-1:]  # one call compiles for all
         for rows in sorted(sizes, reverse=True):
@@ -128,7 +125,6 @@ class Prefill:
         slots = [piece.request.slot for piece in pieces]
         rows, lengths = [p.stop - p.start for p in pieces], [p.stop for p in pieces]
         attention, positions = make_batch(self.resources.cache, table, slots, rows, lengths)
-        draft_cache = self.resources.draft_cache
         tokens = [piece.request.sequence(piece.start, piece.stop + 1) for piece in pieces]
         done = tuple(piece for piece in pieces if piece.is_last)
         ends = [end - 1 for piece, end in zip(pieces, accumulate(rows), strict=True) if piece.is_last]
@@ -140,16 +136,15 @@ class Prefill:
             ],
             device,
         )
-        drafted = None if draft_cache is None else attention.over(draft_cache)
         last_rows, done_slots = indices.long().view(2, len(done))
-        return Chunk(ids, positions, following, attention, drafted, last_rows, done_slots, done)
+        return Chunk(ids, positions, following, attention, last_rows, done_slots, done)
 
     def launch(self, chunk: Chunk) -> Launch:
         """Start a batch of prompts alone. Waits for nothing."""
         logits, features = self.resources.models.target(
             self.mode, chunk.attention, input_ids=chunk.ids[None], position_ids=chunk.positions[None]
         )
-        if chunk.draft_attention is not None and self.mode == PIECEWISE:
+        if self.resources.draft_cache is not None and self.mode == PIECEWISE:
             features = features.clone()  # the draft's tape overwrites the target's outputs
         first = self.choose(chunk, logits)
         launch = Launch(None, first, started=chunk.started)
@@ -168,9 +163,10 @@ class Prefill:
 
     def extend(self, chunk: Chunk, features: Tensor, chosen: Tensor) -> None:
         """Let the draft read the same rows, `features [rows, F]`."""
-        if chunk.draft_attention is not None:
-            ids = chunk.draft_ids(chosen)
-            hidden = self._draft(chunk.draft_attention, ids, chunk.positions, features, self.mode)
+        cache = self.resources.draft_cache
+        if cache is not None:
+            ids, attention = chunk.draft_ids(chosen), chunk.attention.over(cache)
+            hidden = self._draft(attention, ids, chunk.positions, features, self.mode)
             self.keep(chunk.slots, hidden[chunk.ends])
 
     def keep(self, slots: Tensor, hidden: Tensor) -> None:
@@ -231,27 +227,42 @@ class Prefill:
     def _longs(self, values: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self.resources.device)
 
-    def _padding(self, cache: PagedKVCache, rows: int) -> BatchBuffers:
-        """A batch of `rows` rows without a request."""
-        return BatchBuffers(cache, self.resources.table, num_requests=1, num_tokens=rows, max_query_len=rows)
+    def _padding(self, cache: PagedKVCache, rows: int, requests: int = 1) -> BatchBuffers:
+        """A batch of `rows` rows whose requests are padding."""
+        return BatchBuffers(
+            cache, self.resources.table, num_requests=requests, num_tokens=rows, max_query_len=rows
+        )
 
-    def _foreseen(self, cache: PagedKVCache, rows: int) -> Iterator[BatchBuffers]:
+    def _foreseen(self, cache: PagedKVCache, rows: int) -> Iterator[AttentionBatch]:
         """Batches whose attention runs the kernels that any prompts of up to `rows` rows each may need.
 
-        One prompt leaves most multiprocessors idle and many do not; short contexts are not split. A round
-        that shares their forward brings as many requests again.
+        One prompt leaves most multiprocessors idle and many do not; short contexts are not split. Prompts
+        beside a round need no others, up to 64 requests. Nothing is read, so one row stands for all.
         """
-        most, total = self.resources.limits.max_requests, self.resources.limits.prefill_rows
-        for requests, tokens in ((1, rows), (most, total), (2 * most, total)):
-            for longest in (rows, None):
-                yield BatchBuffers(
-                    cache, self.resources.table, num_requests=requests, num_tokens=tokens, max_query_len=rows,
+        limits, table = self.resources.limits, self.resources.table
+        zeros = torch.zeros(limits.prefill_rows + limits.max_requests, dtype=torch.int32, device=cache.device)
+        for requests, tokens in ((1, rows), (limits.max_requests, limits.prefill_rows)):
+            for longest in (rows, table.max_pages * cache.page_size):
+                yield AttentionBatch(
+                    cache,
+                    block_table=table.block_table[:1].expand(requests, -1),
+                    seq_lens=zeros[:requests],
+                    qo_indptr=zeros[: requests + 1],
+                    slot_mapping=zeros[:tokens],
+                    max_query_len=rows,
                     max_seq_len=longest,
-                )  # fmt: skip
+                )
 
 
-def _sent(request: Request) -> tuple[float, ...]:
-    """The values of `REQUEST` in round_buffers.py, in order."""
-    how, root = request.sampling, request.tokens[-1] if request.tokens else 0
-    temperature = min(how.temperature, _HOTTEST)
-    return how.seed, request.length, root, request.index, temperature, how.top_k, how.top_p
+def _sent(request: Request) -> dict[str, float]:
+    """The fields of `REQUEST` in round_buffers.py."""
+    how = request.sampling
+    return {
+        "seq_lens": request.length,
+        "root": request.tokens[-1] if request.tokens else 0,
+        "request_index": request.index,
+        "temperature": min(how.temperature, _HOTTEST),
+        "top_k": how.top_k,
+        "top_p": how.top_p,
+        "seed": how.seed,
+    }

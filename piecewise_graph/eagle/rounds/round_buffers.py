@@ -34,9 +34,10 @@ class Field:
 
 
 # What a request carries from one round to the next, by its row in the request table. The host sends these
-# when it admits the request: they are columns of one matrix, so one copy and one write send all of them.
+# when it admits the request: they are columns of one int32 matrix, so one copy and one write send them all.
+# What has 8 bytes comes first, and the columns are an even number, so that these bytes are aligned.
 REQUEST = (
-    Field("seed", ("R",), torch.int64),  # first, where its 8 bytes are aligned
+    Field("seed", ("R",), torch.int64),
     Field("seq_lens", ("R",)),  # tokens whose target K and V are right
     Field("root", ("R",)),  # the token after them, chosen and not yet computed
     Field("request_index", ("R",)),  # synthetic acceptance differs between requests of one seed
@@ -44,8 +45,8 @@ REQUEST = (
     Field("top_k", ("R",)),
     Field("top_p", ("R",), torch.float32, pad=1),
 )
-_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
-_SENT = Struct("=q" + "".join(_CODES[field.dtype] for field in REQUEST if field.dtype))  # the row comes first
+_CODES: dict[torch.dtype | None, str] = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
+_SENT = Struct("=q" + "".join(_CODES[field.dtype] for field in REQUEST))  # the row comes first
 _WORD, _SLOT_WORDS = 4, 2
 
 # These only the device writes.
@@ -104,13 +105,15 @@ def allocate_requests(num_rows: int, device: torch.device) -> Buffers:
     return found
 
 
-def send_requests(state: Buffers, rows: Mapping[int, Sequence[float]]) -> None:
+def send_requests(state: Buffers, rows: Mapping[int, Mapping[str, float]]) -> None:
     """Write rows of `allocate_requests`, without waiting.
 
     Args:
-        rows: of the request table: the values of `REQUEST`, in order.
+        rows: by row of the request table, a value for every field of `REQUEST`.
     """
-    packed = bytearray().join(_SENT.pack(slot, *values) for slot, values in rows.items())
+    packed = bytearray().join(
+        _SENT.pack(slot, *(values[field.name] for field in REQUEST)) for slot, values in rows.items()
+    )
     host = torch.frombuffer(packed, dtype=torch.int32).view(len(rows), -1)
     sent = to_device(host, state.requests_sent.device)
     slots = sent[:, :_SLOT_WORDS].view(torch.int64)[:, 0]

@@ -37,10 +37,9 @@ class Launch:
     ) -> None:
         self.shape, self.running, self.started = shape, tuple(running), tuple(started)
         self._accepted, self._first = _to_host(accepted), _to_host(first)
-        self._arrived: torch.cuda.Event | None = None  # on a CPU the copies are there at once
-        if any(tensor is not None and tensor.is_cuda for tensor in (accepted, first)):
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+        self._on_gpu = any(tensor is not None and tensor.is_cuda for tensor in (accepted, first))
+        self._arrived = self._event()  # None on a CPU, where the copies are there at once
+        self._done: torch.cuda.Event | None = None
         self._had: dict[Request, int] = {}  # tokens before this result: reading it twice does no harm
 
     @property
@@ -52,6 +51,11 @@ class Launch:
     def has_arrived(self) -> bool:
         """Whether `wait` would return at once. Always False on a CPU, which simulates a busy device."""
         return self._arrived is not None and self._arrived.query()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was launched until `begin` has run, draft-extend too. Always False on a CPU."""
+        return self._done is not None and self._done.query()
 
     def wait(self) -> None:
         """Wait for the copies; whatever was launched after them goes on."""
@@ -69,7 +73,8 @@ class Launch:
         return found
 
     def begin(self) -> None:
-        """Tell the requests that a result is in flight."""
+        """Tell the requests that a result is in flight. The step is launched whole."""
+        self._done = self._event()
         if self.shape is not None:
             max_new, plain = self.shape.steps + 1, not self.shape.steps
             for request in self.running:
@@ -77,6 +82,14 @@ class Launch:
         for started in self.started:
             if started is not None:
                 started.progress.launched(0)
+
+    def _event(self) -> torch.cuda.Event | None:
+        """At the end of what was launched so far; None on a CPU."""
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def read(self, observe: Observer | None, check: Callable[[], None]) -> None:
         """Wait for the result, and give requests their tokens.

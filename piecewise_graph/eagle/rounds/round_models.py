@@ -21,7 +21,7 @@ class Models:
         target: (input_ids, position_ids `[1, rows]`) -> logits `[rows, V]`, features `[rows, F]`.
         step: (input_ids, positions `[rows]`, hidden `[rows, H]`) -> hidden `[rows, H]`; None without a draft.
         extend: the same from the target's features `[rows, F]`.
-        head: hidden `[rows, H]` -> the draft's logits `[rows, D]`.
+        head: hidden `[rows, H]` -> the draft's logits `[rows, draft_vocab_size]`.
         draft: the module behind `step`, `extend` and `head`.
     """
 
@@ -66,7 +66,7 @@ class _Extend(nn.Module):
 
 
 class _Head(nn.Module):
-    """The draft's logits, computed for few of a forward's rows."""
+    """The draft's logits, apart from its forward: those over prompts and accepted tokens need none."""
 
     def __init__(self, draft: Any) -> None:
         super().__init__()

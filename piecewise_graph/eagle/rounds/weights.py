@@ -18,13 +18,14 @@ class _Seen:
     """What modules held, so that the usual case, nothing was replaced or moved, is found without any names.
 
     Attributes:
-        tables: of the modules, their parameters, buffers and submodules.
+        tables: of the modules, their parameters, buffers and submodules; `empty`, those without any.
         contents: of the tables.
         plain, wrapping: the tensors among the contents, with and without an address of their own.
         addresses: of all that have one.
     """
 
     tables: list[dict[str, Any]]
+    empty: list[dict[str, Any]]
     contents: list[Any]
     plain: list[Tensor]
     wrapping: list[Tensor]
@@ -34,19 +35,25 @@ class _Seen:
     def of(cls, models: Iterable[nn.Module]) -> _Seen:
         modules = (module for model in models for module in model.modules())
         each = ((module._parameters, module._buffers, module._modules) for module in modules)
-        tables = [table for three in each for table in three if table]
+        all_tables = [table for three in each for table in three]
+        tables = [table for table in all_tables if table]
         contents = _contents(tables)
         sorted_out: tuple[list[Tensor], list[Tensor]] = [], []
         for tensor in contents:
             if isinstance(tensor, Tensor):
                 sorted_out[hasattr(tensor, "__tensor_flatten__")].append(tensor)
-        return cls(tables, contents, *sorted_out, _addresses(*sorted_out))
+        empty = [table for table in all_tables if not table]
+        return cls(tables, empty, contents, *sorted_out, _addresses(*sorted_out))
 
     @property
     def is_unchanged(self) -> bool:
         """The modules hold the same objects, and these lie where they lay."""
         now = _contents(self.tables)
-        if len(now) != len(self.contents) or not all(map(operator.is_, now, self.contents)):
+        if (
+            any(self.empty)
+            or len(now) != len(self.contents)
+            or not all(map(operator.is_, now, self.contents))
+        ):
             return False
         return _addresses(self.plain, self.wrapping) == self.addresses
 
@@ -81,6 +88,7 @@ class Weights:
             held = self._held.get(name)
             if held is None or tensor.data_ptr() != held.data_ptr():
                 raise pg.errors.AddressMovedError.moved(name)
+        self._seen = _Seen.of(self._models.values())  # what was replaced lies where it lay
 
     def drop_graphs(self) -> None:
         """Called by the pool: nothing is captured any more."""

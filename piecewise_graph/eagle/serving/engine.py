@@ -58,7 +58,7 @@ class Engine:
         self._unfinished: dict[Request, None] = {}
         self._num_requests = 0
         self._sent_prompts = False  # in the latest step
-        self._device_waits = False  # after the latest prompts it had done everything before the host was back
+        self._device_waits = False  # after the latest prompts it was done before the host came back
         self._interrupted = False  # an exception ended a step: the device may be ahead of the host
 
     @property
@@ -177,10 +177,10 @@ class Engine:
         with self._context(), named("round"):
             self._recover()
             self._interrupted = True
-            keep = int(self._launch() and self._policy.overlap)
-            if not keep:
-                self._look_at_device()
-            self._settle(keep=keep)
+            overlapped = self._launch() and self._policy.overlap
+            if not overlapped:
+                self._note_waiting()
+            self._settle(keep=int(overlapped))
             self._interrupted = False
         return self._report()
 
@@ -200,7 +200,9 @@ class Engine:
     def _launch(self) -> bool:
         """Send the next step to the device; False if there is nothing to do."""
         scheduler, max_rows = self._scheduler, self._resources.limits.prefill_rows
-        if self._look_at_device():
+        self._note_waiting()
+        # Where other ranks take the same steps, when a result arrives on one of them is no reason.
+        if self._in_flight and not self._resources.ranks.several and self._in_flight[-1].has_arrived:
             self._settle(keep=0)  # the host is the slower one: no need to be late
         if missing := scheduler.missing():
             if missing > self._resources.table.free_pages:
@@ -210,8 +212,9 @@ class Engine:
         shape = self._choose(scheduler.batch())
         batch = scheduler.batch()  # choosing may have read results
         rows = self._rounds.size(batch) * shape.nodes if batch else 0
-        # Prompts share the forwards of a round if at least half of the rows are left for them. Such a round
-        # is no graph: where the device waits for the host, prompts alone and a round of graphs are faster.
+        # Prompts share the forwards of a round if at least half of the rows are left for them. Verify and
+        # draft-extend are no graphs then: where the device waits for the host, it is sooner done with prompts
+        # alone and graphs. Where both take the host and the device as long, steps may take turns.
         shared = bool(batch) and not shape.is_tree and not self._device_waits and 2 * rows <= max_rows
         pieces = scheduler.pieces(max_rows - rows if shared else max_rows)
         if pieces and not shared:
@@ -225,17 +228,10 @@ class Engine:
         self._sent_prompts = bool(pieces)
         return bool(pieces or batch)
 
-    def _look_at_device(self) -> bool:
-        """Whether the device has done all that is in flight, and so waits for the host.
-
-        Where other ranks take the same steps, what one of them sees is no reason for any decision.
-        """
-        if not self._in_flight or self._resources.ranks.several:
-            return False
-        done = self._in_flight[-1].has_arrived
-        if self._sent_prompts:
-            self._device_waits = done
-        return done
+    def _note_waiting(self) -> None:
+        """After prompts, note whether the device waits for the host; not where other ranks see otherwise."""
+        if self._sent_prompts and self._in_flight and not self._resources.ranks.several:
+            self._device_waits = self._in_flight[-1].is_done
 
     def _launched(self, launch: Launch, pieces: Sequence[Piece]) -> None:
         launch.begin()
