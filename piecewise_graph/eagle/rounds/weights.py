@@ -38,24 +38,18 @@ class _Seen:
         all_tables = [table for three in each for table in three]
         tables = [table for table in all_tables if table]
         contents = _contents(tables)
-        sorted_out: tuple[list[Tensor], list[Tensor]] = [], []
-        for tensor in contents:
-            if isinstance(tensor, Tensor):
-                sorted_out[hasattr(tensor, "__tensor_flatten__")].append(tensor)
+        tensors = [each for each in contents if isinstance(each, Tensor)]
+        plain = [tensor for tensor in tensors if not hasattr(tensor, "__tensor_flatten__")]
+        wrapping = [tensor for tensor in tensors if hasattr(tensor, "__tensor_flatten__")]
         empty = [table for table in all_tables if not table]
-        return cls(tables, empty, contents, *sorted_out, _addresses(*sorted_out))
+        return cls(tables, empty, contents, plain, wrapping, _addresses(plain, wrapping))
 
     @property
     def is_unchanged(self) -> bool:
         """The modules hold the same objects, and these lie where they lay."""
         now = _contents(self.tables)
-        if (
-            any(self.empty)
-            or len(now) != len(self.contents)
-            or not all(map(operator.is_, now, self.contents))
-        ):
-            return False
-        return _addresses(self.plain, self.wrapping) == self.addresses
+        same = len(now) == len(self.contents) and all(map(operator.is_, now, self.contents))
+        return same and not any(self.empty) and _addresses(self.plain, self.wrapping) == self.addresses
 
 
 class Weights:
