@@ -256,6 +256,12 @@ def device_ints(values: Sequence[int], device: torch.device) -> Tensor:
     return to_device(torch.tensor(values, dtype=torch.int32), device)
 
 
+def overwrite_ints(destination: Tensor, values: Sequence[Any]) -> None:
+    """Overwrite an int32 tensor with `values` of its shape, without waiting."""
+    host = torch.tensor(values, dtype=torch.int32, pin_memory=destination.is_cuda)
+    destination.copy_(host, non_blocking=True)
+
+
 def device_columns(columns: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
     """int32 of every column's length on the device, all sent as one copy, without waiting.
 

@@ -44,24 +44,31 @@ def loop(eager: Speculator) -> Iterator[Speculator]:
 
 # Prompts in chunks, beside rounds.
 
+ROWS = 16  # of a chunk
+
+
+def chunked(shape: DraftShape) -> Speculator:
+    """Its rounds are graphs, and prompts run through tapes of at most `ROWS` rows; all captured."""
+    loop = make(
+        shapes=[shape], prefill_rows=ROWS, batch_sizes=[1, 2], max_requests=2,
+        graphs={"prefill": "piecewise"}, **QUICK,
+    )  # fmt: skip
+    loop.prepare()
+    return loop
+
 
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN], ids=str)
 def test_prompts_share_the_forwards_of_rounds(shape: DraftShape, monkeypatch: pytest.MonkeyPatch) -> None:
     """One forward of the target per step, of decoding rows and a chunk together; one of the draft."""
     monkeypatch.setattr(Launch, "is_done", False)
-    rows, length = 16, 30
-    loop = make(
-        shapes=[shape], prefill_rows=rows, batch_sizes=[1, 2], max_requests=2,
-        graphs={"prefill": "piecewise"}, **QUICK,
-    )  # fmt: skip
-    loop.prepare()
+    length, loop = 30, chunked(shape)
     engine = loop.engine(overlap=True)
     first = engine.add_request(small_prompts([3])[0], max_new_tokens=30)
     for _ in range(2):
         engine.step()
     second = engine.add_request(small_prompts([length], 1)[0], max_new_tokens=4)
     before = len(first.tokens)
-    steps = -(-length // (rows - shape.nodes))
+    steps = -(-length // (ROWS - shape.nodes))
     models = 2 if shape.steps else 1
     with pg.counters.expect(replays=steps * models, captures=0, tapes=0):
         for _ in range(steps):
@@ -79,12 +86,7 @@ def test_prompts_go_alone_where_the_device_waits_for_the_host(
     waits: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounds stay whole graphs then. A device that was busy after prompts gets the next ones with a round."""
-    rows, length = 16, 30
-    loop = make(
-        shapes=[CHAIN], prefill_rows=rows, batch_sizes=[1, 2], max_requests=2,
-        graphs={"prefill": "piecewise"}, **QUICK,
-    )  # fmt: skip
-    loop.prepare()
+    length, loop = 30, chunked(CHAIN)
     monkeypatch.setattr(Launch, "has_arrived", waits)
     monkeypatch.setattr(Launch, "is_done", waits)
     engine = loop.engine(overlap=overlap)
@@ -92,7 +94,7 @@ def test_prompts_go_alone_where_the_device_waits_for_the_host(
     for _ in range(2):
         engine.step()
     second = engine.add_request(small_prompts([length], 1)[0], max_new_tokens=4)
-    steps = -(-length // (rows if waits else rows - CHAIN.nodes))
+    steps = -(-length // (ROWS if waits else ROWS - CHAIN.nodes))
     graphs = 3 if waits else 1  # the draft proposes before prompts join
     with pg.counters.expect(replays=steps * 2, phase_replays=steps * graphs, captures=0):
         for _ in range(steps):
@@ -105,11 +107,7 @@ def test_prompts_go_alone_where_the_device_waits_for_the_host(
 
 def test_only_steps_with_prompts_tell_whether_the_next_ones_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are whole graphs: that the device is soon done with them says nothing of prompts."""
-    loop = make(
-        shapes=[CHAIN], prefill_rows=16, batch_sizes=[1, 2], max_requests=2,
-        graphs={"prefill": "piecewise"}, **QUICK,
-    )  # fmt: skip
-    loop.prepare()
+    loop = chunked(CHAIN)
     monkeypatch.setattr(Launch, "is_done", property(lambda launch: not launch.started))
     engine = loop.engine(overlap=False)
     engine.add_request(small_prompts([3])[0], max_new_tokens=30)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AttentionError, CacheError
-from ..kv_cache import NULL_SLOT, PagedKVCache, RequestTable, to_device
+from ..kv_cache import NULL_SLOT, PagedKVCache, RequestTable, device_columns, overwrite_ints
 from ..metadata import Batch, ExtendRows, extend_batch
 from .batch import AttentionBatch
 
@@ -48,7 +48,8 @@ class BatchBuffers:
     ) -> None:
         _check_table(cache, table)
         self._table = table
-        self._given = torch.zeros(3, _aligned(num_requests), dtype=torch.int32, device=cache.device)
+        aligned = -(-num_requests // 4) * 4  # each row of `_given` begins at a multiple of 16 bytes
+        self._given = torch.zeros(3, aligned, dtype=torch.int32, device=cache.device)
         requests, seq_lens, self._query_lens = self._given[:, :num_requests]
         self._request = Batch(requests, seq_lens, table.block_table, cache.page_size)
         self._rows = ExtendRows.allocate(self._request, num_tokens)
@@ -98,10 +99,8 @@ class BatchBuffers:
         requests = _Requests(self._table, slots, query_lens, seq_lens)
         self._check_fits(requests)
         self._table.flush()
-        rows = requests.padded(self._given.shape[1])
-        self._given.copy_(
-            torch.tensor(rows, dtype=torch.int32, pin_memory=self._given.is_cuda), non_blocking=True
-        )
+        room = self._given.shape[1] - len(requests.slots)
+        overwrite_ints(self._given, [[*values, *[0] * room] for values in requests.columns.values()])
         extend_batch(self._request, self._query_lens, self._rows)
         self.batch.expected_tokens = self.batch.num_tokens if padded else sum(requests.query_lens)
         return self.positions
@@ -161,10 +160,6 @@ class _Requests:
             if length > capacity:
                 raise CacheError.not_reserved(slot, length, capacity)
 
-    def padded(self, width: int) -> list[list[int]]:
-        """The columns, each with zeros up to `width`."""
-        return [[*values, *[0] * (width - len(values))] for values in self.columns.values()]
-
 
 def _integers(name: str, values: Sequence[int]) -> list[int]:
     try:
@@ -201,9 +196,7 @@ def make_batch(
     if not any(requests.query_lens):
         raise AttentionError.no_rows(len(requests.slots))
     table.flush()
-    count = len(requests.slots)
-    sent = to_device(torch.tensor(requests.padded(_aligned(count)), dtype=torch.int32), cache.device)
-    owners, lengths, rows_of_each = sent[:, :count]
+    owners, lengths, rows_of_each = device_columns([*requests.columns.values()], cache.device)
     request = Batch(owners, lengths, table.block_table, cache.page_size)
     rows = ExtendRows.unwritten(request, sum(requests.query_lens))
     extend_batch(request, rows_of_each, rows)
@@ -215,13 +208,9 @@ def make_batch(
         slot_mapping=rows.slot_mapping,
         max_query_len=max(requests.query_lens),
         max_seq_len=max(requests.seq_lens),
+        # Lengths on the host hold for one filling, so only a batch that is not filled again has them.
         host_query_lens=tuple(requests.query_lens),
         host_seq_lens=tuple(requests.seq_lens),
     )
     batch.expected_tokens = batch.num_tokens
     return batch, rows.positions
-
-
-def _aligned(num_requests: int) -> int:
-    """Columns of a table whose rows begin at multiples of 16 bytes, one int32 per request."""
-    return -(-num_requests // 4) * 4

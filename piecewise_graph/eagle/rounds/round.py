@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.custom_ops.attention import AttentionBatch, compile_ahead
+from piecewise_graph.custom_ops.kv_cache import overwrite_ints
 
 from ..options import FULL
 from ..request import Request
@@ -132,9 +133,7 @@ class Round:
         """Send the batch's slots to the device, unless they are those of the round before."""
         slots = slots + [0] * (self.tensors.size - len(slots))
         if slots != self._slots:
-            requests = self.tensors.buffers.requests
-            host = torch.tensor(slots, dtype=requests.dtype, pin_memory=requests.is_cuda)
-            requests.copy_(host, non_blocking=True)
+            overwrite_ints(self.tensors.buffers.requests, slots)
             self._slots = slots
 
 

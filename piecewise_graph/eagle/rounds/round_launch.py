@@ -54,7 +54,7 @@ class Launch:
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was launched until `begin` has run, draft-extend too. Always False on a CPU."""
+        """Whether all that was launched until `mark_end` has run, draft-extend too. Always False on a CPU."""
         return self._done is not None and self._done.query()
 
     def wait(self) -> None:
@@ -72,9 +72,12 @@ class Launch:
         found: list[int] = [] if self._first is None else self._first.tolist()
         return found
 
-    def begin(self) -> None:
-        """Tell the requests that a result is in flight. The step is launched whole."""
+    def mark_end(self) -> None:
+        """The step that this launch is the last of is launched whole; `is_done` asks for it."""
         self._done = self._event()
+
+    def begin(self) -> None:
+        """Tell the requests that a result is in flight."""
         if self.shape is not None:
             max_new, plain = self.shape.steps + 1, not self.shape.steps
             for request in self.running:

@@ -226,6 +226,8 @@ class Engine:
             made, sharing = self._rounds.round_for(batch, shape, self._policy), pieces if shared else []
             self._launched(made.launch(batch, self._prefill.lay_out(sharing) if sharing else None), sharing)
         self._sent_prompts = bool(pieces)
+        if pieces:
+            self._in_flight[-1].mark_end()
         return bool(pieces or batch)
 
     def _note_waiting(self) -> None:
