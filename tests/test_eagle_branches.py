@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +45,10 @@ class Seen:
 
 
 @contextmanager
-def watching(module: nn.Module, argument: str) -> Iterator[list[Seen]]:
-    """Forwards of eager rounds in which `module` gets an argument of this name."""
+def watching(
+    module: nn.Module, argument: str, head: Callable[[Any], Tensor] = lambda out: out
+) -> Iterator[list[Seen]]:
+    """Forwards of eager rounds in which `module` gets such an argument, and `head` of their results."""
     seen: list[Seen] = []
 
     def note(_: Any, args: Any, given: dict[str, Any], out: Any) -> None:
@@ -54,8 +56,9 @@ def watching(module: nn.Module, argument: str) -> Iterator[list[Seen]]:
         if argument not in given or batch is None or batch.query_len is None:
             return
         positions = given.get("position_ids", given.get("positions"))
-        value = out.logits if hasattr(out, "logits") else out
-        parts = (x.reshape(SIZE, batch.query_len, -1).clone() for x in (given["input_ids"], positions, value))
+        parts = (
+            x.reshape(SIZE, batch.query_len, -1).clone() for x in (given["input_ids"], positions, head(out))
+        )
         tokens, places, found = parts
         mask = None if batch.tree_mask is None else batch.tree_mask.clone()
         seen.append(Seen(tokens[..., 0], places[..., 0], mask, found))
@@ -162,7 +165,11 @@ def test_branches_see_their_own_ancestors_and_nobody_else(shape: DraftShape, kin
         graphs="eager",
     )  # fmt: skip
     prompts = small_prompts(LENGTHS, seed)
-    with watching(target, "position_ids") as verified, watching(draft, "hidden") as drafted:
+    decoder, head = target.get_decoder(), target.get_output_embeddings()
+    with (
+        watching(decoder, "position_ids", lambda out: head(out[0])) as verified,
+        watching(draft, "hidden") as drafted,
+    ):
         engine, requests = loop.session(prompts, max_new_tokens=2 * shape.steps + 4)
         engine.step()  # the prompts
         for _ in range(2):

@@ -155,7 +155,7 @@ def test_second_engine_is_refused_until_the_first_is_closed(speculator: Speculat
 
 def test_moved_weight_is_refused_before_graphs_read_it(speculator: Speculator) -> None:
     speculator.generate(PROMPTS, max_new_tokens=4)
-    weight = resources(speculator).target.model.lm_head.inner.weight
+    weight = resources(speculator).target.head.model.lm_head.weight
     before = weight.data
     weight.data = before.clone()
     with pytest.raises(AddressMovedError, match=r"lm_head.*weight"):
@@ -168,7 +168,7 @@ def test_a_layer_that_was_replaced_is_refused_unless_its_weights_lie_where_they_
     speculator: Speculator,
 ) -> None:
     expected = speculator.generate(PROMPTS, max_new_tokens=4)
-    mlp = resources(speculator).target.model.model.layers[0].mlp
+    mlp = resources(speculator).target.decoder.layers[0].mlp
     layer = mlp.down_proj
     mlp.down_proj = copy.deepcopy(layer)
     with pytest.raises(AddressMovedError, match=r"layers\.0\.mlp\.down_proj\.weight"):
@@ -180,7 +180,7 @@ def test_a_layer_that_was_replaced_is_refused_unless_its_weights_lie_where_they_
 
 def test_a_weight_that_was_added_is_refused(speculator: Speculator) -> None:
     speculator.generate(PROMPTS, max_new_tokens=4)
-    layer = resources(speculator).target.model.model.layers[0].mlp.down_proj
+    layer = resources(speculator).target.decoder.layers[0].mlp.down_proj
     layer.adapter = torch.nn.Linear(2, 2)
     with pytest.raises(AddressMovedError, match=r"down_proj\.adapter\.weight"):
         speculator.generate(PROMPTS, max_new_tokens=4)
@@ -205,7 +205,7 @@ def test_a_quantised_weight_that_was_replaced_is_refused(device: torch.device) -
 
 def test_weights_written_in_place_are_seen(speculator: Speculator) -> None:
     before = speculator.generate(PROMPTS, max_new_tokens=8)
-    weight = resources(speculator).target.model.lm_head.inner.weight
+    weight = resources(speculator).target.head.model.lm_head.weight
     with torch.no_grad():
         weight.copy_(weight.flip(0))
     after = speculator.generate(PROMPTS, max_new_tokens=8)

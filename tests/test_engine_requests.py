@@ -22,6 +22,7 @@ import piecewise_graph as pg
 from piecewise_graph.eagle import DraftShape, Request, Speculator, SpeculatorError
 from piecewise_graph.eagle.rounds.prefill import Piece
 from piecewise_graph.eagle.rounds.round_launch import Launch
+from piecewise_graph.eagle.serving.pace import Pace, Timed
 from piecewise_graph.errors import PiecewiseError
 
 
@@ -59,8 +60,8 @@ def chunked(shape: DraftShape) -> Speculator:
 
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN], ids=str)
 def test_prompts_share_the_forwards_of_rounds(shape: DraftShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One forward of the target per step, of decoding rows and a chunk together; one of the draft."""
-    monkeypatch.setattr(Launch, "is_done", False)
+    """One forward of the target and its head per step, of decoding rows and a chunk; one of the draft."""
+    monkeypatch.setattr(Pace, "begin", lambda *_: Timed(True))
     length, loop = 30, chunked(shape)
     engine = loop.engine(overlap=True)
     first = engine.add_request(small_prompts([3])[0], max_new_tokens=30)
@@ -69,7 +70,7 @@ def test_prompts_share_the_forwards_of_rounds(shape: DraftShape, monkeypatch: py
     second = engine.add_request(small_prompts([length], 1)[0], max_new_tokens=4)
     before = len(first.tokens)
     steps = -(-length // (ROWS - shape.nodes))
-    models = 2 if shape.steps else 1
+    models = 3 if shape.steps else 2
     with pg.counters.expect(replays=steps * models, captures=0, tapes=0):
         for _ in range(steps):
             engine.step()
@@ -81,42 +82,27 @@ def test_prompts_share_the_forwards_of_rounds(shape: DraftShape, monkeypatch: py
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("waits", [True, False])
-def test_prompts_go_alone_where_the_device_waits_for_the_host(
-    waits: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rounds stay whole graphs then. A device that was busy after prompts gets the next ones with a round."""
+@pytest.mark.parametrize("alone", [True, False])
+def test_prompts_go_the_faster_way(alone: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, they leave rounds whole graphs, and take all rows of a batch."""
     length, loop = 30, chunked(CHAIN)
-    monkeypatch.setattr(Launch, "has_arrived", waits)
-    monkeypatch.setattr(Launch, "is_done", waits)
+    monkeypatch.setattr(Launch, "has_arrived", alone)
+    monkeypatch.setattr(Pace, "begin", lambda *_: Timed(not alone))
     engine = loop.engine(overlap=overlap)
     first = engine.add_request(small_prompts([3])[0], max_new_tokens=30)
     for _ in range(2):
         engine.step()
     second = engine.add_request(small_prompts([length], 1)[0], max_new_tokens=4)
-    steps = -(-length // (ROWS if waits else ROWS - CHAIN.nodes))
-    graphs = 3 if waits else 1  # the draft proposes before prompts join
-    with pg.counters.expect(replays=steps * 2, phase_replays=steps * graphs, captures=0):
+    steps = -(-length // (ROWS if alone else ROWS - CHAIN.nodes))
+    graphs = 3 if alone else 1  # the draft proposes before prompts join
+    asked = 1 if alone else steps  # the head runs where a prompt ends, and with each round
+    with pg.counters.expect(replays=steps * 2 + asked, phase_replays=steps * graphs, captures=0):
         for _ in range(steps):
             engine.step()
     assert second in engine.running
     run(engine)
     for request in (first, second):
         assert request.tokens == lone(request, CHAIN)
-
-
-def test_only_steps_with_prompts_tell_whether_the_next_ones_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds are whole graphs: that the device is soon done with them says nothing of prompts."""
-    loop = chunked(CHAIN)
-    monkeypatch.setattr(Launch, "is_done", property(lambda launch: not launch.started))
-    engine = loop.engine(overlap=False)
-    engine.add_request(small_prompts([3])[0], max_new_tokens=30)
-    for _ in range(3):
-        engine.step()
-    engine.add_request(small_prompts([4], 1)[0], max_new_tokens=4)
-    with pg.counters.expect(phase_replays=1, captures=0):  # the draft; prompts share the rest of the round
-        engine.step()
-    run(engine)
 
 
 class Ops(TorchDispatchMode):

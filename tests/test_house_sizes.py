@@ -83,7 +83,7 @@ BUDGETS = {
     "inspection": 999,
     "frontend": 1239,
     "custom_ops": 3540,
-    "eagle": 3190,
+    "eagle": 3300,
     "integrations": 721,
     "bench": 675,
     "cli": 1046,

@@ -135,6 +135,10 @@ class SpeculatorError(PiecewiseError, ValueError):
         "{model} has no list of its {layers} decoder layers, so features cannot be taken between them.",
         "use a draft that reads the last hidden state (EAGLE-1), or a model with a list of layers.",
     )
+    no_decoder = _Message(
+        "{model} has no decoder of its own (`get_decoder`), so logits cannot be computed for some rows only.",
+        "use a causal LM of transformers that holds its decoder as a submodule.",
+    )
     wrong_attention = _Message(
         "the target's attention is {found!r}, which does not read the paged KV cache.",
         'call pg.register_attention(), and load the model with attn_implementation="piecewise".',

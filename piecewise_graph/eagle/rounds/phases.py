@@ -63,8 +63,9 @@ class Phases:
     def verify(self, mode: str) -> None:
         """The target's forward over the draft tokens, their acceptance, and the new lengths."""
         ids, positions = self.draft_tokens()
-        batch, target = self.tensors.verify_batch, self.resources.models.target
-        self.accept(*target(mode, batch, input_ids=ids[None], position_ids=positions[None]))
+        batch, models = self.tensors.verify_batch, self.resources.models
+        hidden, features = models.target(mode, batch, input_ids=ids[None], position_ids=positions[None])
+        self.accept(models.target_head(mode, None, hidden=hidden), features)
 
     def extend(self, mode: str) -> None:
         """The draft over the accepted tokens: it computes their K and V from the target's features."""

@@ -16,6 +16,7 @@ from piecewise_graph.custom_ops.token_choice import argmax, uniforms
 
 from ..options import COMPILED, EAGER, PIECEWISE
 from ..request import Request
+from .compiled_forward import Forward
 from .resources import Resources
 from .round_buffers import send_requests
 from .round_launch import Launch
@@ -98,8 +99,7 @@ class Prefill:
         """Compile, and capture the piecewise tapes on padded rows only, largest first; once."""
         models = self.resources.models
         caches = list(filter(None, [self.resources.cache, self.resources.draft_cache]))
-        # The round sizes as well: a prefill batch is padded to the next captured size of any phase.
-        sizes = [size for size in models.target.sizes if size <= self.resources.limits.prefill_rows]
+        sizes, asked_sizes = (self._sizes(each) for each in (models.target, models.target_head))
         if all(models.target.is_prepared(self.mode, rows) for rows in sizes):
             return
         foreseen = [batch for cache in caches for rows in sizes for batch in self._foreseen(cache, rows)]
@@ -108,16 +108,23 @@ class Prefill:
         for requests in (1, self.resources.limits.max_requests):
             self._padding(caches[0], 1, requests).compile_ahead()
         if self.mode != PIECEWISE:
-            sizes = sizes[-1:]  # one call compiles for all
-        for rows in sorted(sizes, reverse=True):
+            sizes, asked_sizes = sizes[:1], asked_sizes[:1]  # one call compiles for all
+        for rows in sizes:
             # Equal rows would prove nothing about padding, and tapes would serve exact sizes only.
             ids = torch.arange(rows, dtype=torch.int32, device=self.resources.device) % 2
             target, *drafts = (self._padding(cache, rows) for cache in caches)
-            _, features = models.target(
+            hidden, features = models.target(
                 self.mode, target.batch, input_ids=ids[None], position_ids=ids.clone()[None]
             )
             for draft in drafts:
-                self._draft(draft.batch, ids, ids.clone(), features.clone(), self.mode)
+                self._draft(draft.batch, ids, ids.clone(), features, self.mode)
+            if rows == sizes[0]:
+                for asked in asked_sizes:
+                    models.target_head(self.mode, None, hidden=hidden[:asked])
+
+    def padded(self, rows: int) -> int:
+        """Rows that the tape of so many has; as many where there is none."""
+        return next((size for size in self.resources.models.target.sizes if size >= rows), rows)
 
     def lay_out(self, pieces: Sequence[Piece]) -> Chunk:
         """Send pieces to the device; their pages are reserved. Waits for nothing."""
@@ -141,19 +148,20 @@ class Prefill:
 
     def launch(self, chunk: Chunk) -> Launch:
         """Start a batch of prompts alone. Waits for nothing."""
-        logits, features = self.resources.models.target(
+        models = self.resources.models
+        hidden, features = models.target(
             self.mode, chunk.attention, input_ids=chunk.ids[None], position_ids=chunk.positions[None]
         )
-        if self.resources.draft_cache is not None and self.mode == PIECEWISE:
-            features = features.clone()  # the draft's tape overwrites the target's outputs
+        # A chunk that ends no prompt asks for no logits.
+        logits = models.target_head(self.mode, None, hidden=hidden[chunk.ends]) if chunk.done else hidden[:0]
         first = self.choose(chunk, logits)
         launch = Launch(None, first, started=chunk.started)
         self.extend(chunk, features, first)
         return launch
 
     def choose(self, chunk: Chunk, logits: Tensor) -> Tensor:
-        """int32 `[n]`: the tokens after the prompts that end here, from `logits [rows, V]`."""
-        chosen = self._choose(logits[chunk.ends], chunk)
+        """int32 `[n]`: the tokens after the prompts that end here, from their `logits [n, V]`."""
+        chosen = self._choose(logits, chunk)
         known = [piece.root for piece in chunk.done]
         if any(token is not None for token in known):
             given = device_ints([-1 if token is None else token for token in known], self.resources.device)
@@ -223,6 +231,13 @@ class Prefill:
         probs = distribution(logits, *(state[name][slots] for name in ("temperature", *filters)))
         lengths = state.seq_lens[slots]
         return draw(probs, uniforms(state.seed[slots], lengths, torch.full_like(lengths, FIRST))).int()
+
+    def _sizes(self, forward: Forward) -> list[int]:
+        """Row counts of prompts, largest first.
+
+        The round sizes as well: a prefill batch is padded to the next captured size of any phase.
+        """
+        return sorted((n for n in forward.sizes if n <= self.resources.limits.prefill_rows), reverse=True)
 
     def _longs(self, values: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self.resources.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,8 +95,12 @@ def _row_counts(limits: Limits) -> dict[str, list[int]]:
     prefill = [size for size in _PREFILL_SIZES if size <= limits.prefill_rows]
     verified = {size * shape.nodes for shape in limits.shapes for size in limits.batch_sizes}
     branches = {size * shape.topk for shape in limits.shapes for size in limits.batch_sizes}
+    target = sorted({*verified, *prefill})
+    # Rows that ask for logits beside prompts: those of a round, and the last one of every prompt.
+    asked = min(max(verified) + limits.max_requests, max(prefill))
     return {
-        "target": sorted({*verified, *prefill}),
+        "target": target,
+        "target_head": sorted({*verified, *target[: bisect_left(target, asked) + 1]}),
         "extend": sorted({*verified, *prefill}),
         "step": sorted(branches),
         "head": sorted({*branches, *limits.batch_sizes}),

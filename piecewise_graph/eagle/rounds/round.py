@@ -42,6 +42,17 @@ class Round:
         self._slots: list[int] = [0] * phases.tensors.size
         self._was_prepared = False
 
+    @property
+    def rows(self) -> int:
+        """Rows of its target forward."""
+        return self.tensors.verify_batch.num_tokens
+
+    @property
+    def room_for_prompts(self) -> int:
+        """Rows that prompts may take in its forwards, which are at least half of what a batch holds; or 0."""
+        most = self._resources.limits.prefill_rows
+        return 0 if self.tensors.shape.is_tree or 2 * self.rows > most else most - self.rows
+
     def launch(self, requests: Sequence[Request], chunk: Chunk | None = None) -> Launch:
         """Start a round, with a chunk of prompts in its forwards or alone. Waits for nothing."""
         self.ensure_prepared()
@@ -98,16 +109,19 @@ class Round:
             (first tokens of the prompts that end here int32 `[n]`, features of the prompts `[rows, F]`).
         """
         ids, positions = self._phases.draft_tokens()
-        logits, features = self._resources.models.target(
-            self._prefill.mode,
+        models, mode = self._resources.models, self._prefill.mode
+        hidden, features = models.target(
+            mode,
             both,
             input_ids=torch.cat([ids, chunk.ids])[None],
             position_ids=torch.cat([positions, chunk.positions])[None],
         )
-        rows = self.tensors.verify_batch.num_tokens
+        rows = self.rows
+        asked = torch.cat([hidden[:rows], hidden[rows:][chunk.ends]])
+        logits = models.target_head(mode, None, hidden=asked)
         self._phases.accept(logits[:rows], features[:rows])
-        kept = features[rows:].clone()  # the next tape overwrites the target's outputs
-        return self._prefill.choose(chunk, logits[rows:]), kept
+        # A copy, since kernels that choose are made ahead for logits that begin at a multiple of 16 bytes.
+        return self._prefill.choose(chunk, logits[rows:].clone()), features[rows:]
 
     def _extend_with(self, chunk: Chunk, both: AttentionBatch, first: Tensor, features: Tensor) -> None:
         """The draft over the accepted tokens and the prompts, whose requests are `both`."""

@@ -37,9 +37,10 @@ class Launch:
     ) -> None:
         self.shape, self.running, self.started = shape, tuple(running), tuple(started)
         self._accepted, self._first = _to_host(accepted), _to_host(first)
-        self._on_gpu = any(tensor is not None and tensor.is_cuda for tensor in (accepted, first))
-        self._arrived = self._event()  # None on a CPU, where the copies are there at once
-        self._done: torch.cuda.Event | None = None
+        self._arrived: torch.cuda.Event | None = None  # on a CPU the copies are there at once
+        if any(tensor is not None and tensor.is_cuda for tensor in (accepted, first)):
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
         self._had: dict[Request, int] = {}  # tokens before this result: reading it twice does no harm
 
     @property
@@ -51,11 +52,6 @@ class Launch:
     def has_arrived(self) -> bool:
         """Whether `wait` would return at once. Always False on a CPU, which simulates a busy device."""
         return self._arrived is not None and self._arrived.query()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all that was launched until `mark_end` has run, draft-extend too. Always False on a CPU."""
-        return self._done is not None and self._done.query()
 
     def wait(self) -> None:
         """Wait for the copies; whatever was launched after them goes on."""
@@ -72,10 +68,6 @@ class Launch:
         found: list[int] = [] if self._first is None else self._first.tolist()
         return found
 
-    def mark_end(self) -> None:
-        """The step that this launch is the last of is launched whole; `is_done` asks for it."""
-        self._done = self._event()
-
     def begin(self) -> None:
         """Tell the requests that a result is in flight."""
         if self.shape is not None:
@@ -85,14 +77,6 @@ class Launch:
         for started in self.started:
             if started is not None:
                 started.progress.launched(0)
-
-    def _event(self) -> torch.cuda.Event | None:
-        """At the end of what was launched so far; None on a CPU."""
-        if not self._on_gpu:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
 
     def read(self, observe: Observer | None, check: Callable[[], None]) -> None:
         """Wait for the result, and give requests their tokens.

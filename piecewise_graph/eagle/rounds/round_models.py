@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .compiled_forward import Forward
+from .target import TargetModel
 
 _ROWS = {"input_ids": 0, "positions": 0, "hidden": 0}
 
@@ -18,7 +19,8 @@ class Models:
     """What phases call: `models.step("full", batch, ...)`.
 
     Attributes:
-        target: (input_ids, position_ids `[1, rows]`) -> logits `[rows, V]`, features `[rows, F]`.
+        target: (input_ids, position_ids `[1, rows]`) -> hidden `[rows, H]`, features `[rows, F]`.
+        target_head: hidden `[n, H]` -> the target's logits `[n, V]`.
         step: (input_ids, positions `[rows]`, hidden `[rows, H]`) -> hidden `[rows, H]`; None without a draft.
         extend: the same from the target's features `[rows, F]`.
         head: hidden `[rows, H]` -> the draft's logits `[rows, draft_vocab_size]`.
@@ -26,6 +28,7 @@ class Models:
     """
 
     target: Forward
+    target_head: Forward
     step: Forward | None = None
     extend: Forward | None = None
     head: Forward | None = None
@@ -34,19 +37,24 @@ class Models:
     @classmethod
     def make(
         cls,
-        target: nn.Module,
+        target: TargetModel,
         draft: Any,
         rows: Mapping[str, list[int]],
         target_options: Mapping[str, Any],
         draft_options: Mapping[str, Any],
     ) -> Models:
         """Prepare to compile; `rows` lists the row counts that each model may be captured for."""
-        verify = Forward(target, {"input_ids": 1, "position_ids": 1}, rows["target"], target_options)
+        ids = {"input_ids": 1, "position_ids": 1}
+        # The tapes of the head and of the draft run while the target's results are still read.
+        of_target = (
+            Forward(target, ids, rows["target"], target_options, outputs="copy"),
+            Forward(target.head, {"hidden": 0}, rows["target_head"], target_options),
+        )
         if draft is None:
-            return cls(verify)
+            return cls(*of_target)
         extended = {"input_ids": 0, "positions": 0, "features": 0}
         return cls(
-            verify,
+            *of_target,
             Forward(draft, _ROWS, rows["step"], draft_options, outputs="copy"),
             Forward(_Extend(draft), extended, rows["extend"], draft_options, outputs="copy"),
             Forward(_Head(draft), {"hidden": 0}, rows["head"], draft_options),

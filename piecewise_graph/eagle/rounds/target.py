@@ -1,19 +1,25 @@
-"""TargetModel: any causal LM of transformers, which also returns the hidden states that a draft reads."""
+"""TargetModel: any causal LM of transformers in two parts, its decoder and its head.
+
+Prompts need logits of their last rows only, and a draft reads hidden states of all rows. So the head is
+called apart from the decoder, on the rows that are asked for.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from ..errors import SpeculatorError
 
 
 class TargetModel(nn.Module):
-    """A causal LM whose forward returns logits and the features that a draft reads.
+    """The decoder of a causal LM, which also returns the features that a draft reads.
 
     A tap in front of a layer keeps the hidden state that passes. Taps are modules and no hooks, so a compiled
     forward returns features as plain outputs. The caller's model is not changed; it shares all parameters.
@@ -21,18 +27,24 @@ class TargetModel(nn.Module):
     Args:
         model: on our attention (`attn_implementation="piecewise"`).
         feature_layers: decoder layers whose inputs are concatenated to the features (EAGLE-3); None = the
-            input of the output projection, that is the last hidden state after the final norm (EAGLE-1, 2).
+            hidden state that the head reads (EAGLE-1, 2).
+
+    Attributes:
+        head: the module from hidden states to logits.
 
     Raises:
-        SpeculatorError: the model has no such layer.
+        SpeculatorError: the model has no such layer, or no decoder of its own.
     """
 
     def __init__(self, model: Any, feature_layers: Sequence[int] | None = None) -> None:
         super().__init__()
-        self.model, self.taps = _tapped(model, feature_layers)
+        self.decoder, self.taps = _tapped(model, feature_layers or ())
+        self.head = TargetHead(model)
         self.config = model.config.get_text_config()
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
-        self.feature_size = self.config.hidden_size * len(self.taps)
+        head = model.get_output_embeddings()
+        self.vocab_size = head.weight.shape[0]
+        hidden = self.config.hidden_size
+        self.feature_size = hidden * len(self.taps) if self.taps else getattr(head, "in_features", hidden)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """One forward over the rows of a batch.
@@ -41,14 +53,63 @@ class TargetModel(nn.Module):
             input_ids, position_ids: `[1, rows]` integers.
 
         Returns:
-            (logits `[rows, vocabulary]`, features `[rows, feature_size]`).
+            (hidden states for `head` `[rows, H]`, features `[rows, feature_size]`).
         """
-        logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+        hidden = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0][0]
+        if not self.taps:
+            return hidden, hidden
         seen = [tap.seen for tap in self.taps]
         features = torch.cat(seen, -1)  # type: ignore[arg-type]  # every tap was passed
         for tap in self.taps:
             tap.seen = None
-        return logits[0], features[0]
+        return hidden, features[0]
+
+
+class TargetHead(nn.Module):
+    """A causal LM from its decoder's output on: the head, and whatever the model does to logits.
+
+    Scales and caps of logits stand in the model's own forward. So that runs as it is, with the hidden states
+    in place of a decoder.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        decoder = _decoder_of(model)
+        self.given = _Given(decoder)
+        self.model = _replaced(model, {_path_to(model, decoder): self.given})
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states `[n, H]` to logits `[n, vocabulary]`."""
+        self.given.hidden = hidden[None]
+        ids = hidden.new_zeros((1, len(hidden)), dtype=torch.int64)  # nobody reads them
+        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        self.given.hidden = None
+        return logits[0]
+
+
+class _Given(nn.Module):
+    """In a decoder's place: its last hidden state is given."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(_plain_attributes(decoder))
+        self.hidden: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> _Decoded:
+        return _Decoded(last_hidden_state=self.hidden)
+
+
+@dataclass
+class _Decoded(ModelOutput):
+    """With the fields that causal LMs on attention hand on from their decoders."""
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
+    cross_attentions: None = None
+    router_logits: None = None
+    shared_kv_states: None = None
 
 
 class _Tap(nn.Module):
@@ -56,10 +117,7 @@ class _Tap(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        # Models read plain attributes of their layers, such as the kind of attention. A forward among them
-        # (tensor parallel puts one around a module's own) is for `inner`.
-        attributes = {k: v for k, v in vars(inner).items() if not k.startswith("_") and k != "forward"}
-        self.__dict__.update(attributes)
+        self.__dict__.update(_plain_attributes(inner))
         self.inner = inner
         self.seen: Tensor | None = None
 
@@ -68,24 +126,43 @@ class _Tap(nn.Module):
         return self.inner(hidden, *args, **kwargs)
 
 
-def _tapped(model: Any, layers: Sequence[int] | None) -> tuple[Any, list[_Tap]]:
-    """(`model` with taps, the taps in order); every module that does not hold a tap is shared."""
-    if layers is None:
-        head = _path_to(model, model.get_output_embeddings())
-        return _replaced(model, {head: (tap := _Tap(model.get_output_embeddings()))}), [tap]
-    stack = _decoder_layers(model)
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """What models read of their parts, such as a layer's kind of attention.
+
+    A forward among the attributes (tensor parallel puts one around a module's own) is for the module itself.
+    """
+    return {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "forward"}
+
+
+def _tapped(model: Any, layers: Sequence[int]) -> tuple[Any, list[_Tap]]:
+    """(the decoder with taps, the taps in order); every module that does not hold a tap is shared."""
+    decoder = _decoder_of(model)
+    if not layers:
+        return decoder, []
+    stack = _layers_of(decoder, model)
     for index in layers:
         if not 0 <= index < len(stack):
             raise SpeculatorError.no_layer(index, len(stack) - 1)
     taps = {index: _Tap(stack[index]) for index in dict.fromkeys(layers)}
-    path = _path_to(model, stack)
-    found = _replaced(model, {f"{path}.{index}": tap for index, tap in taps.items()})
+    path = _path_to(decoder, stack)
+    found = _replaced(decoder, {f"{path}.{index}": tap for index, tap in taps.items()})
     return found, [taps[index] for index in layers]
 
 
-def _decoder_layers(model: Any) -> nn.ModuleList:
+def _decoder_of(model: Any) -> Any:
+    found, embeddings = model.get_decoder(), model.get_input_embeddings()
+    if found not in (model, model.get_output_embeddings()):
+        return found
+    # Some models answer with themselves, or call their output projection `decoder`.
+    for part in model.children():
+        if embeddings in part.modules():
+            return part
+    raise SpeculatorError.no_decoder(type(model).__name__)
+
+
+def _layers_of(decoder: nn.Module, model: Any) -> nn.ModuleList:
     config = model.config.get_text_config()
-    for module in model.get_decoder().modules():
+    for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
             return module
     raise SpeculatorError.no_layers(type(model).__name__, config.num_hidden_layers)
@@ -95,17 +172,18 @@ def _path_to(model: nn.Module, wanted: nn.Module) -> str:
     return next(path for path, module in model.named_modules() if module is wanted)
 
 
-def _replaced(model: nn.Module, taps: dict[str, _Tap]) -> Any:
-    """`model` with taps at some paths; modules above a tap are shallow copies."""
+def _replaced(model: nn.Module, others: dict[str, Any]) -> Any:
+    """`model` with other modules at some paths; those above are shallow copies."""
     made = copy.copy(model)
     made._modules = dict(model._modules)
-    below: dict[str, dict[str, _Tap]] = {}
-    for path, tap in taps.items():
+    vars(made).pop("forward", None)  # one of its own would run the original with the original's parts
+    below: dict[str, dict[str, Any]] = {}
+    for path, other in others.items():
         name, _, rest = path.partition(".")
         if rest:
-            below.setdefault(name, {})[rest] = tap
+            below.setdefault(name, {})[rest] = other
         else:
-            made._modules[name] = tap
+            made._modules[name] = other
     for name, inner in below.items():
         child = model._modules[name]
         assert child is not None

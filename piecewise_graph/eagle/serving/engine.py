@@ -57,8 +57,6 @@ class Engine:
         self._finished: list[Request] = []  # reported, and not returned by `step` yet
         self._unfinished: dict[Request, None] = {}
         self._num_requests = 0
-        self._sent_prompts = False  # in the latest step
-        self._device_waits = False  # after the latest prompts it was done before the host came back
         self._interrupted = False  # an exception ended a step: the device may be ahead of the host
 
     @property
@@ -178,8 +176,6 @@ class Engine:
             self._recover()
             self._interrupted = True
             overlapped = self._launch() and self._policy.overlap
-            if not overlapped:
-                self._note_waiting()
             self._settle(keep=int(overlapped))
             self._interrupted = False
         return self._report()
@@ -200,7 +196,6 @@ class Engine:
     def _launch(self) -> bool:
         """Send the next step to the device; False if there is nothing to do."""
         scheduler, max_rows = self._scheduler, self._resources.limits.prefill_rows
-        self._note_waiting()
         # Where other ranks take the same steps, when a result arrives on one of them is no reason.
         if self._in_flight and not self._resources.ranks.several and self._in_flight[-1].has_arrived:
             self._settle(keep=0)  # the host is the slower one: no need to be late
@@ -211,29 +206,21 @@ class Engine:
         self._prefill.send_state(scheduler.admit())
         shape = self._choose(scheduler.batch())
         batch = scheduler.batch()  # choosing may have read results
-        rows = self._rounds.size(batch) * shape.nodes if batch else 0
-        # Prompts share the forwards of a round if at least half of the rows are left for them. Verify and
-        # draft-extend are no graphs then: where the device waits for the host, it is sooner done with prompts
-        # alone and graphs. Where both take the host and the device as long, steps may take turns.
-        shared = bool(batch) and not shape.is_tree and not self._device_waits and 2 * rows <= max_rows
-        pieces = scheduler.pieces(max_rows - rows if shared else max_rows)
-        if pieces and not shared:
-            chunk = self._prefill.lay_out(pieces)
+        made = self._rounds.round_for(batch, shape, self._policy) if batch else None
+        beside = scheduler.pieces(made.room_for_prompts) if made else []
+        timed = self._rounds.begin_step(made, _rows(beside)) if made and beside else None
+        shared = beside if timed and timed.shared else []
+        alone = [] if shared else scheduler.pieces(max_rows)
+        if alone:
+            chunk = self._prefill.lay_out(alone)
             with named("prompts"):
                 launch = self._prefill.launch(chunk)
-            self._launched(launch, pieces)
-        if batch:
-            made, sharing = self._rounds.round_for(batch, shape, self._policy), pieces if shared else []
-            self._launched(made.launch(batch, self._prefill.lay_out(sharing) if sharing else None), sharing)
-        self._sent_prompts = bool(pieces)
-        if pieces:
-            self._in_flight[-1].mark_end()
-        return bool(pieces or batch)
-
-    def _note_waiting(self) -> None:
-        """After prompts, note whether the device waits for the host; not where other ranks see otherwise."""
-        if self._sent_prompts and self._in_flight and not self._resources.ranks.several:
-            self._device_waits = self._in_flight[-1].is_done
+            self._launched(launch, alone)
+        if made:
+            self._launched(made.launch(batch, self._prefill.lay_out(shared) if shared else None), shared)
+        if timed:
+            self._rounds.pace.end(timed, part=_rows(beside) / _rows(shared or alone))
+        return bool(alone or batch)
 
     def _launched(self, launch: Launch, pieces: Sequence[Piece]) -> None:
         launch.begin()
@@ -289,3 +276,7 @@ class Engine:
         self._settle(keep=0)
         self._unfinished = {request: None for request in self._unfinished if not request.finished}
         self._scheduler.restart(list(self._unfinished))
+
+
+def _rows(pieces: Sequence[Piece]) -> int:
+    return sum(piece.stop - piece.start for piece in pieces)

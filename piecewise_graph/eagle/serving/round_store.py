@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ..options import DraftShape
 from ..request import Request
 from ..rounds.phase_runner import PhaseRunner
@@ -14,6 +16,7 @@ from ..rounds.round import Round
 from ..rounds.round_launch import Observer
 from ..rounds.round_tensors import RoundTensors
 from ..rounds.synthetic import Synthetic
+from .pace import Pace, Timed
 from .shape_planner import Planner, PlannerKey
 
 GraphModes = tuple[tuple[str, str], ...]  # (phase, graph mode) of each
@@ -60,11 +63,15 @@ class RoundStore:
 
     Attributes:
         made: the rounds so far.
+        pace: of prompts beside rounds.
     """
 
     def __init__(self, prefill: Prefill) -> None:
         self.prefill, self.resources = prefill, prefill.resources
         self.made: dict[RoundKey, Round] = {}
+        # All ranks have to take the same steps, and their clocks differ.
+        is_timed = self.resources.device.type == "cuda" and not self.resources.ranks.several
+        self.pace = Pace(_timed_event if is_timed else None)
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -103,6 +110,11 @@ class RoundStore:
         size, rule = self.size(requests), _rule(requests)
         return self.get(shape, size, rule, policy.graphs, policy.synthetic.get(shape))
 
+    def begin_step(self, beside: Round, prompt_rows: int) -> Timed:
+        """Choose whether so many rows of prompts share the forwards of a round, or go alone."""
+        # Forwards of as many rows, padding included, take as long.
+        return self.pace.begin((beside, self.prefill.padded(beside.rows + prompt_rows)))
+
     def get(
         self,
         shape: DraftShape,
@@ -137,6 +149,12 @@ class RoundStore:
 
     def _key(self, requests: Sequence[Request], policy: RoundPolicy) -> PlannerKey:
         return self.size(requests), _rule(requests), policy.graphs
+
+
+def _timed_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _rule(requests: Sequence[Request]) -> str:
