@@ -101,7 +101,7 @@ def _row_counts(limits: Limits) -> dict[str, list[int]]:
     return {
         "target": target,
         "target_head": sorted({*verified, *target[: bisect_left(target, asked) + 1]}),
-        "extend": sorted({*verified, *prefill}),
+        "extend": target,
         "step": sorted(branches),
         "head": sorted({*branches, *limits.batch_sizes}),
     }
