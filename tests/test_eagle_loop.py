@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_cases import QUICK, prefill, resources, small_target
+from eagle_cases import QUICK, prefill, resources, small_target, twin
 from transformers import AutoModelForCausalLM
 
 import piecewise_graph as pg
@@ -255,3 +255,20 @@ def test_a_model_of_transformers_is_traced_once(own_code: bool) -> None:
     before = stats["unique_graphs"]
     Speculator(model, shapes=[PLAIN], max_requests=2, max_seq_len=16, **QUICK).prepare()
     assert stats["unique_graphs"] - before == 2 * (1 + own_code)
+
+
+@pytest.mark.parametrize("own_code", [False, True])
+def test_a_lone_prompt_of_one_token_needs_no_trace_while_serving(own_code: bool) -> None:
+    """Requests would wait for it. The draft's forward over prompts was traced at its first single row."""
+    target = small_target()
+    draft = twin(target)
+    if own_code:
+        target.__class__ = type("Mine", (type(target),), {"__module__": __name__})
+    loop = Speculator(
+        target, draft, shapes=[2], max_requests=2, max_seq_len=16, graphs={"prefill": "compiled"}, **QUICK
+    )
+    loop.prepare()
+    stats = torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    loop.generate([[5]], max_new_tokens=2)
+    assert stats["unique_graphs"] == before

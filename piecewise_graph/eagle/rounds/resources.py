@@ -12,6 +12,7 @@ import torch
 import piecewise_graph as pg
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 
+from ..head.draft import DraftModel
 from ..options import Limits
 from .round_buffers import FEATURE_RING, STATE, Buffers, allocate, allocate_requests
 from .round_models import Models
@@ -75,11 +76,10 @@ class Resources:
         )
         pool = pg.GraphPool()
         # pg.compile trusts models of transformers, and does not see one through TargetModel and its taps.
-        trusted = type(model).__module__.startswith("transformers.")
-        target_options = {**({"one_token": "trusted"} if trusted else {}), **options, "pool": pool}
-        models = Models.make(
-            target, draft, _row_counts(limits), target_options, {**draft_options, "pool": pool}
-        )
+        is_theirs = type(model).__module__.startswith("transformers.")
+        target_options = {**_one_row(is_theirs), **options, "pool": pool}
+        draft_options = {**_one_row(isinstance(draft, DraftModel)), **draft_options, "pool": pool}
+        models = Models.make(target, draft, _row_counts(limits), target_options, draft_options)
         weights = Weights({"target": target} | ({} if draft is None else {"draft": draft}))
         pool.join(device, weights)
         ranks = pg.ranks_of(model, pg.PiecewiseConfig.from_options(target_options).rank_timeout)
@@ -88,6 +88,11 @@ class Resources:
     @property
     def device(self) -> torch.device:
         return self.cache.device
+
+
+def _one_row(trusted: bool) -> dict[str, str]:
+    """The option of pg.compile for a model that does the same with one row as with several, as we know."""
+    return {"one_token": "trusted"} if trusted else {}
 
 
 def _row_counts(limits: Limits) -> dict[str, list[int]]:
