@@ -107,7 +107,7 @@ def _prepare_sums(gm: GraphModule, ranks: Ranks, config: PiecewiseConfig) -> Non
     for group, like in sums_of(gm):
         prepare(ranks, _torch.process_group(group), like, config.rank_timeout)
     for each in summed_norms(gm.graph) if config.compiler == "inductor" else ():
-        like, group = _torch.example_value(each.summed), _torch.process_group(str(each.summed.args[1]))
+        like, group = _torch.example_value(each.added), _torch.process_group(str(each.added.args[1]))
         prepare_norms(ranks, group, like, config.rank_timeout)
 
 

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 import piecewise_graph as pg
 from piecewise_graph.compiler.choosing_linears import choosing_linears, compile_kernels_ahead
+from piecewise_graph.compiler.deferred_norms import compile_norms_ahead
 from piecewise_graph.custom_ops import metadata as md
 from piecewise_graph.custom_ops.attention import BatchBuffers, compile_ahead
 from piecewise_graph.custom_ops.attention.attention_op import compile_call_ahead
@@ -133,6 +134,33 @@ class TestKernels:
             compile_kernels_ahead(gm, sorted(sizes))
             for size in sizes:
                 gm(operands(size, 1, columns, dtype)[0], *tensors)
+            assert asked.used == asked.ahead
+
+    @EXAMPLES
+    @given(
+        st.sets(st.sampled_from([0, 1, 2, 17, 33, 70]), min_size=1, max_size=2),
+        st.sampled_from([[512], [256, 17, 17, 17]]),
+        st.sampled_from([64, 528]),
+        st.sampled_from([64, 512]),
+        st.booleans(),
+        st.sampled_from(DTYPES),
+        st.booleans(),
+        st.booleans(),
+    )
+    def test_norms_of_a_segment(
+        self, sizes: set[int], after: list[int], columns: int, rows: int, bias: bool, dtype: torch.dtype,
+        gated: bool, one_order: bool,
+    ) -> None:  # fmt: skip
+        """Between linears of few rows there is no kernel for them, between others there is."""
+        with pytest.MonkeyPatch.context() as monkeypatch, deterministic(one_order):
+            asked = Asked(monkeypatch)
+            gm, tensors = _normed_segment(
+                after[:1] * 2 if gated else after, columns, rows, bias, dtype, gated
+            )
+            compile_norms_ahead(gm, sorted(sizes))
+            for size in sizes:
+                x, residual = (operands(size, 1, wide, dtype)[0] for wide in (columns, rows))
+                gm(x, residual, *tensors)
             assert asked.used == asked.ahead
 
     @EXAMPLES
@@ -274,3 +302,22 @@ def _segment(
         made = [product]
     graph.output(tuple(made))
     return choosing_linears(GraphModule({}, graph)), tensors
+
+
+def _normed_segment(
+    after: list[int], columns: int, rows: int, bias: bool, dtype: torch.dtype, gated: bool
+) -> tuple[GraphModule, list[torch.Tensor]]:
+    """A linear, a norm and linears as code for all sizes has them, and what they take beside two inputs."""
+    x, weight, first = operands(3, rows, columns, dtype)
+    weights, biases = zip(*(operands(1, n, rows, dtype, seed=n)[1:] for n in after), strict=True)
+    given = (first, *biases) if bias else ()
+    tensors = [weight, first.clone(), *weights, *given]
+    graph = Graph()
+    nodes = [graph.placeholder(f"a{index}") for index in range(2 + len(tensors))]
+    for node, value in zip(nodes, [x, operands(3, 1, rows, dtype)[0], *tensors], strict=True):
+        node.meta["example_value"] = value
+    last = 4 + len(after)
+    first_bias, *others = nodes[last:] or [None] * (1 + len(after))
+    args = (nodes[0], nodes[2], first_bias, nodes[1], nodes[3], 1e-5, nodes[4:last], others, gated)
+    graph.output(graph.call_function(torch.ops.piecewise.linear_norm_linears.default, args))
+    return GraphModule({}, graph), tensors

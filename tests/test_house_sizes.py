@@ -72,20 +72,20 @@ def rooms_below() -> dict[str, set[str]]:
 # "beside" are the core's files beside its packages.
 BUDGETS = {
     "beside": 1303,
-    "ranks": 418,
+    "ranks": 398,
     "_torch": 842,
-    "kernels": 892,
+    "kernels": 1211,
     "splitter": 1361,
     "analysis": 1672,
-    "compiler": 1983,
+    "compiler": 2064,
     "recorder": 1184,
     "runtime": 1439,
     "inspection": 999,
     "frontend": 1239,
-    "custom_ops": 3540,
+    "custom_ops": 3528,
     "eagle": 3300,
     "integrations": 721,
-    "bench": 675,
+    "bench": 674,
     "cli": 1046,
 }
 

@@ -182,14 +182,33 @@ def test_opcheck(plan: list[int]) -> None:
         torch.library.opcheck(torch.ops.piecewise.linears.default, (x, [weight, weight], [b, b]))
 
 
-def code_for_hopper(constants: tuple[Any, ...], **options: int) -> Any:
-    """The kernel compiled with these constexprs, which takes no GPU."""
-    triton = pytest.importorskip("triton")
-    from piecewise_graph.kernels.linear.linear_kernels import few_rows as kernel
+def code_for_hopper(constants: tuple[Any, ...], *, counted: int = 0, **options: int) -> Any:
+    """The kernel compiled with these constexprs, which takes no GPU.
 
-    named = dict(zip(kernel.arg_names[15:], constants, strict=True))
-    types = ["*bf16"] * 10 + ["i32"] * 5 + ["constexpr"] * len(named)
-    aligned = {(index,): [["tt.divisibility", 16]] for index in range(10)}
+    Args:
+        counted: shares of squares that the rows of x are scaled by.
+    """
+    pytest.importorskip("triton")
+    from piecewise_graph.kernels.linear.linear_kernels import few_rows
+
+    types = ["*bf16"] * 10 + ["*fp32" if counted else "*bf16"] + ["i32"] * 6 + ["fp32"]
+    return compiled(few_rows, types, (*constants[:-1], counted, constants[-1]), **options)
+
+
+def code_before_a_norm(constants: tuple[Any, ...], **options: int) -> Any:
+    """The same of the kernel that adds a residual."""
+    pytest.importorskip("triton")
+    from piecewise_graph.kernels.linear.added_kernels import few_rows_added
+
+    return compiled(few_rows_added, ["*bf16"] * 7 + ["*fp32"] + ["i32"] * 3, constants, **options)
+
+
+def compiled(kernel: Any, types: list[str], constants: tuple[Any, ...], **options: int) -> Any:
+    import triton
+
+    named = dict(zip(kernel.arg_names[len(types) :], constants, strict=True))
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.startswith("*")}
+    types = types + ["constexpr"] * len(named)
     source = triton.compiler.ASTSource(
         kernel, dict(zip(kernel.arg_names, types, strict=True)), constexprs=named, attrs=aligned
     )
@@ -201,26 +220,39 @@ def code_for_hopper(constants: tuple[Any, ...], **options: int) -> Any:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize(
-    ("blocks", "tiled"),
+    ("blocks", "tiled", "counted"),
     [
-        ((2, 2048, 1, 1, 4, 1), False),
-        ((2, 512, 4, 1, 4, 1), False),
-        ((64, 128, 1, 1, 4, 16), False),
-        ((16, 128, 1, 4, 16, 32), False),
-        ((64, 128, 1, 1, 4, 64), True),
+        ((2, 2048, 1, 1, 4, 1), False, 512),
+        ((2, 512, 4, 1, 4, 1), False, 0),
+        ((64, 128, 1, 1, 4, 16), False, 0),
+        ((16, 128, 1, 4, 16, 32), False, 128),
+        ((64, 128, 1, 1, 4, 64), True, 0),
     ],
 )
 def test_dependent_kernels_wait_before_they_touch_memory(
-    blocks: tuple[int, ...], tiled: bool, even: bool, gated: bool
+    blocks: tuple[int, ...], tiled: bool, counted: int, even: bool, gated: bool
 ) -> None:
+    constants = (*blocks, even, True, False, gated, tiled, True)
+    assert_waits_and_reads_wide(code_for_hopper(constants, counted=counted).asm["ptx"], blocks[-1])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("blocks", [(8, 1024, 1, 4, 1), (32, 128, 2, 16, 16)])
+def test_so_does_the_kernel_before_a_norm(blocks: tuple[int, ...], even: bool) -> None:
+    """It reads a gain for each of its rows, and a residual for each result, by themselves."""
+    code = code_before_a_norm((*blocks, even, True, False, True)).asm["ptx"]
+    assert_waits_and_reads_wide(code, blocks[-1], alone=True)
+
+
+def assert_waits_and_reads_wide(code: str, tokens: int, *, alone: bool = False) -> None:
     """In code for Hopper, which compiles without one. Only lines of the weight are asked for before.
 
     And they read as many bytes at a time as there are, also where blocks do not divide the columns: rows are
     aligned as the first one is.
     """
-    code = code_for_hopper((*blocks, even, True, False, gated, tiled, True)).asm["ptx"]
-    wide = r"ld\.global\S*evict_first\S*\.v4\.b32" if blocks[-1] == 1 else r"cp\.async\.cg"
-    assert re.search(wide, code) and not re.search(r"ld\.global\S*\.b16", code)
+    wide = r"ld\.global\S*evict_first\S*\.v4\.b32" if tokens == 1 else r"cp\.async\.cg"
+    assert re.search(wide, code) and (alone or not re.search(r"ld\.global\S*\.b16", code))
     touches = min(found.start() for found in re.finditer(r"(ld|st)\.global|cp\.async", code))
     wait = code.find("griddepcontrol.wait")
     assert 0 < code.find("prefetch.global.L2") < wait < touches
@@ -230,19 +262,25 @@ def test_dependent_kernels_wait_before_they_touch_memory(
 @pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
 @pytest.mark.parametrize("tokens", [16, 32, 64])
 def test_usual_blocks_fit_the_shared_memory_that_is_asked_for(tokens: int) -> None:
+    """With what a norm before them or after them takes."""
     found = {
-        (usual_config(tokens, rows, columns, gated=gated, processors=count), columns, gated)
+        (usual_config(tokens, rows, columns, gated=gated, processors=count), columns, gated, len(rows) == 1)
         for rows, columns, gated in LAYERS
         for count in (8, 132, 148)
     }
-    found |= {(INVARIANT, columns, gated) for columns in (528, 4096) for gated in (False, True)}
-    made = {(c, columns % (c.block_k * c.parts) == 0, gated) for c, columns, gated in found if c is not None}
-    assert {gated for *_, gated in made} == {False, True}
-    for config, even, gated in made:
-        tile = config.tile or tokens
+    found |= {(INVARIANT, columns, gated, False) for columns in (528, 4096) for gated in (False, True)}
+    made = {(c, columns % (c.block_k * c.parts) == 0, *kind) for c, columns, *kind in found if c is not None}
+    assert {gated for _, _, gated, _ in made} == {False, True}
+    for config, even, gated, alone in made:
+        tile, launch = config.tile or tokens, {"num_warps": config.warps, "num_stages": config.stages}
+        counted = 0 if config.tile else 128
         constants = (*config[:3], config.parts, config.ahead, tile, even, True, True, gated, config.tile > 0)
-        code = code_for_hopper((*constants, True), num_warps=config.warps, num_stages=config.stages)
-        assert code.metadata.shared <= SHARED_MEMORY, config
+        codes = [code_for_hopper((*constants, True), counted=counted, **launch)]
+        if alone:
+            constants = (*config[:2], config.parts, config.ahead, tile, even, True, True, True)
+            codes.append(code_before_a_norm(constants, **launch))
+        for code in codes:
+            assert code.metadata.shared <= SHARED_MEMORY, config
 
 
 @given(st.integers(1, 100), st.integers(1, 5000), st.integers(1, 20000))

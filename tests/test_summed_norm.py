@@ -21,9 +21,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import piecewise_graph as pg
 from piecewise_graph.compiler.summed_norms import with_summed_norms
+from piecewise_graph.kernels.added_norm import block_of, reference
 from piecewise_graph.ranks import peer_memory
 from piecewise_graph.ranks.collectives import alone
-from piecewise_graph.ranks.summed_norm import all_reduce_add_norm, block_of, reference
+from piecewise_graph.ranks.summed_norm import all_reduce_add_norm
 
 
 class Normed(Summed):

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from piecewise_graph import _torch
 from piecewise_graph.analysis import SegmentFacts
 from piecewise_graph.compiler.choosing_linears import choosing_linears, compile_kernels_ahead
+from piecewise_graph.compiler.deferred_norms import compile_norms_ahead, with_deferred_norms
 from piecewise_graph.compiler.disk_cache import Folder, Made, is_filled, load_or_compile
 from piecewise_graph.compiler.segment_key import (
     Conditions,
@@ -151,9 +152,10 @@ def _compile(
     # AOTAutograd mistakes two inputs of one storage, one of them written, for unrelated tensors.
     chosen, code = "eager" if facts.aliased_write else config.compiler, gm
     if chosen == "inductor":
-        code = choosing_linears(with_summed_norms(gm))
+        code = with_deferred_norms(choosing_linears(with_summed_norms(gm)))
         if config.cuda_graphs != "off":
             compile_kernels_ahead(code, config.sizes)
+            compile_norms_ahead(code, config.sizes)
     _torch.publish_graph(f"segment_{step.index}", gm)
     began = time.perf_counter()
     if stored is not None and chosen == "inductor":

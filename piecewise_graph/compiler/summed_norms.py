@@ -1,34 +1,20 @@
 """A sum over ranks, the residual that it is added to, and the RMS norm of both become one op.
 
-In a tensor-parallel model of a Llama's kind they follow each other twice per layer. `norm_after` knows them
-as transformers writes them. (RMS norm: Zhang and Sennrich, arXiv 1910.07467.)
+In a tensor-parallel model of a Llama's kind they follow each other twice per layer.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from piecewise_graph import _torch
+from piecewise_graph.compiler.added_norms import AddedNorm, erase, norm_after
 from piecewise_graph.kernels.launch import kernels_serve
-from piecewise_graph.ranks import summed_norm
 from piecewise_graph.splitter.segment_builder import copied
-
-
-class SummedNorm(NamedTuple):
-    """`hidden = residual + sum over ranks`, `normed = weight * hidden / rms(hidden)`."""
-
-    summed: Node
-    residual: Node
-    weight: Node
-    epsilon: float
-    hidden: Node
-    normed: Node
 
 
 def with_summed_norms(gm: GraphModule) -> GraphModule:
@@ -38,7 +24,7 @@ def with_summed_norms(gm: GraphModule) -> GraphModule:
     graph, _ = copied(gm)
     # One by one: the residual of the next one may be what stands in for this one's nodes.
     while found := next(summed_norms(graph), None):
-        x, group = found.summed.args
+        x, group = found.added.args
         with graph.inserting_before(found.hidden):
             call = graph.call_function(
                 torch.ops.piecewise.all_reduce_add_norm.default,
@@ -48,120 +34,17 @@ def with_summed_norms(gm: GraphModule) -> GraphModule:
                 made = graph.call_function(operator.getitem, (call, index))
                 made.meta = dict(node.meta)
                 node.replace_all_uses_with(made)
-        _erase(graph, found.normed)
-        _erase(graph, found.hidden)
+        erase(graph, found.normed)
+        erase(graph, found.hidden)
     return GraphModule(gm, graph)
 
 
-def _erase(graph: Graph, node: Node) -> None:
-    """It, and what only it has read."""
-    if node.op in ("placeholder", "get_attr") or node.users:
-        return
-    sources = node.all_input_nodes
-    graph.erase_node(node)
-    for source in sources:
-        _erase(graph, source)
-
-
-def summed_norms(graph: Graph) -> Iterator[SummedNorm]:
+def summed_norms(graph: Graph) -> Iterator[AddedNorm]:
     """Those of a graph on a device that the op's kernel serves."""
     for node in graph.nodes:
-        if node.target is torch.ops.piecewise.all_reduce.default and kernels_serve(_value(node)):
+        if node.target is torch.ops.piecewise.all_reduce.default and kernels_serve(
+            _torch.example_value(node)
+        ):
             found = norm_after(node)
             if found is not None:
                 yield found
-
-
-def norm_after(summed: Node) -> SummedNorm | None:
-    """What a sum over ranks is added to and normalised as, if nothing else reads the sum."""
-    hidden = _only_user(summed, _calls(operator.add))
-    residual = next((arg for arg in hidden.args if arg is not summed), None) if hidden else None
-    if hidden is None or not isinstance(residual, Node):
-        return None
-    value = _value(hidden)
-    for wide in hidden.users if isinstance(value, Tensor) and summed_norm.serves(value) else ():
-        found = _norm_of(wide, value) if _is_float32_of(wide, hidden) else None
-        if found is None or not (_is_like(residual, value) and _is_like(summed, value)):
-            continue
-        weight, epsilon, normed = found
-        if not _others_between(summed, normed, residual):
-            return SummedNorm(summed, residual, weight, epsilon, hidden, normed)
-    return None
-
-
-def _others_between(first: Node, last: Node, residual: Node) -> bool:
-    """Other calls stand between. They may write what the op reads, by whatever name it has.
-
-    The one that makes the residual is such a call too.
-    """
-    chain, node = {last}, last
-    while node is not first:
-        node = node.prev
-        if node is not residual and any(user in chain for user in node.users):
-            chain.add(node)
-        elif node.op not in ("placeholder", "get_attr"):
-            return True
-    return False
-
-
-def _norm_of(wide: Node, hidden: Tensor) -> tuple[Node, float, Node] | None:
-    """(weight, epsilon, result) of the RMS norm that begins with `wide`."""
-    square = next((user for user in wide.users if user.target == "pow" and user.args == (wide, 2)), None)
-    mean = _only_user(square, lambda node: node.target == "mean" and _means_rows(node))
-    shifted = _only_user(mean, _calls(operator.add))
-    epsilon = shifted.args[1] if shifted is not None else None
-    root = _only_user(shifted, _calls(torch.rsqrt))
-    unit = _only_user(root, _calls(operator.mul))
-    if not isinstance(epsilon, float) or unit is None or set(unit.args) != {wide, root}:
-        return None
-    if set(wide.users) != {square, unit}:
-        return None
-    narrow = _only_user(unit, lambda node: node.target == "to" and _is_cast(node, hidden.dtype))
-    normed = _only_user(narrow, _calls(operator.mul))
-    if normed is None:
-        return None
-    weight = next((arg for arg in normed.args if arg is not narrow), None)
-    scale = _value(weight)
-    fits = isinstance(scale, Tensor) and scale.shape == hidden.shape[-1:] and scale.dtype == hidden.dtype
-    is_given = isinstance(weight, Node) and weight.op in ("placeholder", "get_attr")
-    return (weight, epsilon, normed) if fits and is_given else None  # type: ignore[return-value]
-
-
-def _is_cast(node: Node, dtype: torch.dtype) -> bool:
-    return node.args[1:] == (dtype,) and not node.kwargs
-
-
-def _means_rows(node: Node) -> bool:
-    if not node.kwargs.keys() <= {"dim", "keepdim"}:
-        return False
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    return dims in (-1, (-1,), [-1]) and (node.kwargs.get("keepdim") is True or node.args[2:] == (True,))
-
-
-def _is_float32_of(node: Node, source: Node) -> bool:
-    to = node.target == "to" and node.args[0] is source and _is_cast(node, torch.float32)
-    return to or (node.target == "float" and node.args == (source,))
-
-
-def _is_like(node: Node, value: Tensor) -> bool:
-    """It is a tensor of the same shape and dtype, whose rows follow each other."""
-    other = _value(node)
-    if not isinstance(other, Tensor) or other.dtype != value.dtype or other.dim() != value.dim():
-        return False
-    # Compared as expressions: to compare dynamic sizes as numbers would be a condition on them.
-    same = [str(size) for size in other.shape] == [str(size) for size in value.shape]
-    steps = [str(step) for step in other.stride()[-2:]]
-    return same and steps == [str(value.shape[-1]), "1"][-value.dim() :]
-
-
-def _only_user(node: Node | None, fits: Callable[[Node], bool]) -> Node | None:
-    users = [] if node is None else list(node.users)
-    return users[0] if len(users) == 1 and fits(users[0]) else None
-
-
-def _calls(function: Any) -> Callable[[Node], bool]:
-    return lambda node: node.op == "call_function" and node.target is function and len(node.kwargs) == 0
-
-
-def _value(node: Any) -> Any:
-    return _torch.example_value(node) if isinstance(node, Node) else None

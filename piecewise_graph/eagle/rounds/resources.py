@@ -76,9 +76,10 @@ class Resources:
         )
         pool = pg.GraphPool()
         # pg.compile trusts models of transformers, and does not see one through TargetModel and its taps.
-        is_theirs = type(model).__module__.startswith("transformers.")
-        target_options = {**_one_row(is_theirs), **options, "pool": pool}
-        draft_options = {**_one_row(isinstance(draft, DraftModel)), **draft_options, "pool": pool}
+        # Our own drafts do the same with one row as with several, too.
+        trusted, is_theirs = {"one_token": "trusted"}, type(model).__module__.startswith("transformers.")
+        target_options = {**(trusted if is_theirs else {}), **options, "pool": pool}
+        draft_options = {**(trusted if isinstance(draft, DraftModel) else {}), **draft_options, "pool": pool}
         models = Models.make(target, draft, _row_counts(limits), target_options, draft_options)
         weights = Weights({"target": target} | ({} if draft is None else {"draft": draft}))
         pool.join(device, weights)
@@ -88,11 +89,6 @@ class Resources:
     @property
     def device(self) -> torch.device:
         return self.cache.device
-
-
-def _one_row(trusted: bool) -> dict[str, str]:
-    """The option of pg.compile for a model that does the same with one row as with several, as we know."""
-    return {"one_token": "trusted"} if trusted else {}
 
 
 def _row_counts(limits: Limits) -> dict[str, list[int]]:

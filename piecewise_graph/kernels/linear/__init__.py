@@ -11,5 +11,19 @@ from piecewise_graph.kernels.linear.linear_op import (
     linears as linears,
     swiglu as swiglu,
 )
+from piecewise_graph.kernels.linear.norm_op import (
+    compile_ahead as compile_norm_ahead,
+    linear_norm_linears as linear_norm_linears,
+)
 
-__all__ = ["DTYPES", "MAX_TOKENS", "KernelConfig", "compile_ahead", "linear_few", "linears", "swiglu"]
+__all__ = [
+    "DTYPES",
+    "MAX_TOKENS",
+    "KernelConfig",
+    "compile_ahead",
+    "compile_norm_ahead",
+    "linear_few",
+    "linear_norm_linears",
+    "linears",
+    "swiglu",
+]

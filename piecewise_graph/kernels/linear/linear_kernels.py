@@ -11,6 +11,13 @@ as many programs as all of them have blocks. Nothing is moved; a program finds o
 input is GATED, the first two weights are those of a SwiGLU: a block is half of rows of the one and half of
 the same rows of the other, and the program stores the gated product.
 
+Note [Deferred norm]
+An RMS norm scales rows, and the linear that reads it is linear in them: it may scale its result instead. So
+the linear before the norm adds the residual and stores `hidden`, `hidden * gain`, and for each block the sum
+of its squares. The linears after it read `hidden * gain`, add up the squares, always in the same order, and
+scale their results. No kernel stands between them. `hidden * gain` is rounded once where a norm rounds twice,
+and may be larger than the norm: a dtype with the exponents of float32 holds it.
+
 Note [Weight first]
 A weight does not depend on the kernel before. Each program asks for the first lines of its rows, then waits.
 Weights are read once per step, so loads mark them as what leaves the caches first.
@@ -72,7 +79,7 @@ def _block(
 
 
 @triton.jit
-def _prefetch_and_wait(row, first, columns, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):
+def prefetch_and_wait(row, first, columns, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):
     """Note [Weight first]: of rows `row`, from column `first` on."""
     if DEPENDENT:
         k = tl.minimum(first + tl.arange(0, AHEAD) * LINE, columns - 1)
@@ -144,6 +151,35 @@ def _of_few_rows(
 
 
 @triton.jit
+def product(
+    x,
+    row,
+    first,
+    part,
+    tokens,
+    columns,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Products `[BLOCK_N, TOKENS]` of `part` columns from `first` on."""
+    if TOKENS == 1:
+        total = _of_one_row(x, row, first, part, columns, BLOCK_N, BLOCK_K, EVEN)
+    else:
+        total = _of_few_rows(x, row, first, part, tokens, columns, BLOCK_N, BLOCK_K, PARTS, TOKENS, EVEN)
+    return total
+
+
+@triton.jit
+def _shares_of(squares, counted, tokens, TOKENS: tl.constexpr, COUNTED: tl.constexpr):
+    """Note [Deferred norm]: `squares [counted, tokens]` as `[COUNTED, TOKENS]`."""
+    block, m = tl.arange(0, COUNTED)[:, None], tl.arange(0, TOKENS)[None, :]
+    return tl.load(squares + block * tokens + m, mask=(block < counted) & (m < tokens), other=0.0)
+
+
+@triton.jit
 def _store(
     total,
     bias,
@@ -170,7 +206,7 @@ def _store(
     tl.store(place, total.to(out.dtype.element_ty), mask=(m[None, :] < tokens) & (n[:, None] < rows))
 
 
-@triton.jit(do_not_specialize=["tokens", "rows0", "rows1", "rows2", "columns"])
+@triton.jit(do_not_specialize=["tokens", "rows0", "rows1", "rows2", "columns", "counted", "epsilon"])
 def few_rows(
     x,
     w0,
@@ -182,11 +218,14 @@ def few_rows(
     out0,
     out1,
     out2,
+    squares,
     tokens,
     rows0,
     rows1,
     rows2,
     columns,
+    counted,
+    epsilon,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -198,6 +237,7 @@ def few_rows(
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     TILED: tl.constexpr,
+    COUNTED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """`out[split, m, n] = sum over the split's k of x[m, k] * weight[n, k]`, the bias in the first split.
@@ -206,11 +246,13 @@ def few_rows(
         x: `[tokens, columns]`; weights: `[rows, columns]`; biases: `[rows]`; results:
             `[SPLITS, tokens, rows]`. All are contiguous. The grid has programs for one, two or three of the
             members.
+        squares: float32 `[counted, tokens]`; with `epsilon` they scale rows of x (Note [Deferred norm]).
         TOKENS: at least `tokens`, unless TILED; 1, or 16 and more.
         EVEN: blocks divide the columns.
         ALIGNED: 16 does. Otherwise each element is a load of its own.
         GATED: one result, `silu(w0 x + b0) * (w1 x + b1)`; one split.
         TILED: a program computes TOKENS rows of x, and each block has programs for all.
+        COUNTED: a power of two, at least `counted`; 0 = x is as it is. Not with TILED or several splits.
     """
     if ALIGNED:
         columns = columns // 16 * 16  # which tells Triton that rows are as aligned as the first one
@@ -229,11 +271,14 @@ def few_rows(
     )
     out += row_of_result * tl.cast(rows, tl.int64)
     first = split * part
-    _prefetch_and_wait(row, first, columns, AHEAD, DEPENDENT)
-    if TOKENS == 1:
-        total = _of_one_row(x, row, first, part, columns, BLOCK_N, BLOCK_K, EVEN)
-    else:
-        total = _of_few_rows(x, row, first, part, tokens, columns, BLOCK_N, BLOCK_K, PARTS, TOKENS, EVEN)
+    prefetch_and_wait(row, first, columns, AHEAD, DEPENDENT)
+    if COUNTED > 0 and TOKENS == 1:  # they come while the weight does; of more rows they are too many
+        shares = _shares_of(squares, counted, tokens, TOKENS, COUNTED)
+    total = product(x, row, first, part, tokens, columns, BLOCK_N, BLOCK_K, PARTS, TOKENS, EVEN)
+    if COUNTED > 0:
+        if TOKENS > 1:
+            shares = _shares_of(squares, counted, tokens, TOKENS, COUNTED)
+        total *= tl.rsqrt(tl.sum(shares, 0) / columns + epsilon)[None, :]
     _store(total, bias, out, rows, start, tokens, split, BLOCK_N, TOKENS, HAS_BIAS, GATED)
 
 

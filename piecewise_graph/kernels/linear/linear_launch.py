@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,28 +16,65 @@ MEMBERS = 3  # at most, of a launch
 _ELEMENTS = 1024  # of a program
 
 
+class Squares(NamedTuple):
+    """Those of rows that a linear scales by their norm (Note [Deferred norm] in linear_kernels.py).
+
+    Attributes:
+        shares: float32 `[counted, tokens]`, whose sums are those of the rows' squares.
+        epsilon: added to their means.
+    """
+
+    shares: Tensor
+    epsilon: float
+
+
 def linears_few(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], config: KernelConfig
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    config: KernelConfig,
+    squares: Squares | None = None,
 ) -> list[Tensor]:
     """`linear_op.linear_few` for each of some weights, three per launch; `config` names blocks that fit.
 
     Args:
         biases: all of them or none.
+        squares: x's rows are scaled by them; None = they are as they are.
     """
     rows, outputs = _rows(x), [_output(x, len(weight), config) for weight in weights]
     for start in range(0, len(outputs), MEMBERS):
         part = slice(start, start + MEMBERS)
-        _launch(rows, weights[part], biases[part], outputs[part], config, gated=False)
+        _launch(rows, weights[part], biases[part], outputs[part], config, squares, gated=False)
     return outputs
 
 
 def swiglu_few(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], config: KernelConfig
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    config: KernelConfig,
+    squares: Squares | None = None,
 ) -> Tensor:
     """`linear_op.swiglu` by one launch; `config` names blocks that fit, and one split."""
     out = _output(x, len(weights[0]), config)
-    _launch(_rows(x), weights, biases, [out], config, gated=True)
+    _launch(_rows(x), weights, biases, [out], config, squares, gated=True)
     return out
+
+
+def added_few(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, config: KernelConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`residual + linear(x, weight, bias)`, that times `gain`, and shares of its squares, by one launch."""
+    (tokens, columns), rows = (x := _rows(x)).shape, len(weight)
+    residual, weight, gain = residual.contiguous(), weight.contiguous(), gain.contiguous()
+    hidden, scaled = torch.empty_like(residual), torch.empty_like(residual)
+    blocks = blocks_of(config, rows)
+    shares = x.new_empty((blocks, tokens), dtype=torch.float32)
+    launcher, constants = _added_variant(config, x.device, tokens, columns, bias is not None)
+    given = gain if bias is None else bias.contiguous()  # gain is not read for it
+    args = (x, weight, given, residual, gain, hidden, scaled, shares, tokens, rows, columns)
+    launcher((blocks, 1, 1), args, *constants)
+    return hidden, scaled, shares
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
@@ -74,45 +111,101 @@ def _launch(
     biases: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
     config: KernelConfig,
+    squares: Squares | None,
     gated: bool,
 ) -> None:
     (tokens, columns), rows = x.shape, [len(weight) for weight in weights]
-    blocks = sum(-(-n // config.block_n) for n in ([2 * rows[0]] if gated else rows))
+    blocks = sum(blocks_of(config, n) for n in ([2 * rows[0]] if gated else rows))
     weights = [weight.contiguous() for weight in weights]
     given = [bias.contiguous() for bias in biases if bias is not None] or weights  # which are not read then
     tiles = -(-tokens // config.tile) if config.tile else 1
-    launcher, constants = _variant(config, x.device, tokens, columns, biases[0] is not None, gated)
-    launcher(
-        (blocks * tiles, config.splits, 1),
-        (x, *_three(weights), *_three(given), *_three(outputs), tokens, *_three(rows), columns),
-        *constants,
-    )
+    shares, epsilon = squares or (x, 0.0)
+    counted = len(shares) if squares else 0
+    launcher, constants = _variant(config, x.device, tokens, columns, biases[0] is not None, gated, counted)
+    tensors = (x, *_three(weights), *_three(given), *_three(outputs), shares)
+    sizes = (tokens, *_three(rows), columns, counted, epsilon)
+    launcher((blocks * tiles, config.splits, 1), (*tensors, *sizes), *constants)
 
 
 def compile_ahead(
-    config: KernelConfig, like: Tensor, tokens: int, columns: int, has_bias: bool, gated: bool
+    config: KernelConfig,
+    like: Tensor,
+    tokens: int,
+    columns: int,
+    has_bias: bool,
+    gated: bool,
+    counted: int = 0,
 ) -> None:
     """Have the kernel compiled in another thread that serves `tokens` rows of `columns`.
 
     Args:
         like: a tensor of the dtype, and on the device, of all operands.
+        counted: shares of squares that rows are scaled by; 0 = they are not.
     """
-    launcher, constants = _variant(config, like.device, tokens, columns, has_bias, gated)
-    launcher.ahead((*[like] * (1 + 3 * MEMBERS), *[1] * (2 + MEMBERS)), *constants)
+    launcher, constants = _variant(config, like.device, tokens, columns, has_bias, gated, counted)
+    shares = like.float() if counted else like
+    launcher.ahead((*[like] * (1 + 3 * MEMBERS), shares, *[1] * (3 + MEMBERS), 1.0), *constants)
+
+
+def compile_added_ahead(
+    config: KernelConfig, like: Tensor, tokens: int, columns: int, has_bias: bool
+) -> None:
+    """The same for `added_few`."""
+    launcher, constants = _added_variant(config, like.device, tokens, columns, has_bias)
+    launcher.ahead((*[like] * 7, like.float(), 1, 1, 1), *constants)
 
 
 def _variant(
-    config: KernelConfig, device: torch.device, tokens: int, columns: int, has_bias: bool, gated: bool
+    config: KernelConfig,
+    device: torch.device,
+    tokens: int,
+    columns: int,
+    has_bias: bool,
+    gated: bool,
+    counted: int,
 ) -> tuple[Launcher, tuple[Any, ...]]:
     """The launcher, and the kernel's constexprs."""
-    even = columns % (config.block_k * config.parts * config.splits) == 0
-    dependent = dependent_launches(device)
+    dependent, even = dependent_launches(device), _is_even(config, columns)
     constants = (
-        config.block_n, config.block_k, config.splits, config.parts, config.ahead,
-        config.tile or (1 if tokens == 1 else max(16, 1 << (tokens - 1).bit_length())),
-        even, columns % ALIGNMENT == 0, has_bias, gated, bool(config.tile), dependent,
+        config.block_n, config.block_k, config.splits, config.parts, config.ahead, _tokens(config, tokens),
+        even, columns % ALIGNMENT == 0, has_bias, gated, bool(config.tile), _power_of_two(counted), dependent,
     )  # fmt: skip
     return _launcher(config.warps, config.stages, dependent), constants
+
+
+def _added_variant(
+    config: KernelConfig, device: torch.device, tokens: int, columns: int, has_bias: bool
+) -> tuple[Launcher, tuple[Any, ...]]:
+    dependent, even = dependent_launches(device), _is_even(config, columns)
+    constants = (
+        config.block_n, config.block_k, config.parts, config.ahead, _tokens(config, tokens),
+        even, columns % ALIGNMENT == 0, has_bias, dependent,
+    )  # fmt: skip
+    return _added_launcher(config.warps, config.stages, dependent), constants
+
+
+def blocks_of(config: KernelConfig, rows: int) -> int:
+    """That a weight of so many rows has."""
+    return -(-rows // config.block_n)
+
+
+def shares_held(config: KernelConfig, rows: int, tokens: int) -> int:
+    """Shares of squares that each program after the norm holds, if `config` serves the linear before it."""
+    return _power_of_two(blocks_of(config, rows)) * _tokens(config, tokens)
+
+
+def _is_even(config: KernelConfig, columns: int) -> bool:
+    return columns % (config.block_k * config.parts * config.splits) == 0
+
+
+def _tokens(config: KernelConfig, tokens: int) -> int:
+    """Rows of x that a program computes."""
+    return config.tile or (1 if tokens == 1 else max(16, _power_of_two(tokens)))
+
+
+def _power_of_two(number: int) -> int:
+    """At least as large; 0 of 0."""
+    return 1 << (number - 1).bit_length() if number else 0
 
 
 def _three(values: Sequence[Any]) -> list[Any]:
@@ -125,6 +218,13 @@ def _launcher(warps: int, stages: int, dependent: bool) -> Launcher:
     from piecewise_graph.kernels.linear.linear_kernels import few_rows
 
     return Launcher(few_rows, num_warps=warps, num_stages=stages, launch_pdl=dependent)
+
+
+@cache
+def _added_launcher(warps: int, stages: int, dependent: bool) -> Launcher:
+    from piecewise_graph.kernels.linear.added_kernels import few_rows_added
+
+    return Launcher(few_rows_added, num_warps=warps, num_stages=stages, launch_pdl=dependent)
 
 
 @cache

@@ -97,18 +97,18 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
 
 def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
-    config = _config(x, weights, biases)
+    config = config_for(x, weights, biases)
     if config is None:
         return [functional.linear(x, *operands) for operands in zip(weights, biases, strict=True)]
     return linear_launch.linears_few(x, weights, biases, config)
 
 
-def _config(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], gated: bool = False
+def config_for(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, gated: bool = False
 ) -> KernelConfig | None:
     """Blocks for operands that our kernels read. Whatever else there is, torch computes or refuses it."""
     columns = x.shape[-1] if x.dim() else 0
-    if not _serves(x) or not columns or not x.numel():
+    if not serves(x) or not columns or not x.numel():
         return None
     rows = []
     for weight, bias in zip(weights, biases, strict=True):
@@ -118,12 +118,13 @@ def _config(
         if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
             return None
         rows.append(weight.shape[0])
-    return _chosen(x.device, x.numel() // columns, rows, columns, gated)
+    return chosen(x.device, x.numel() // columns, rows, columns, gated)
 
 
-def _chosen(
+def chosen(
     device: torch.device, tokens: int, rows: Sequence[int], columns: int, gated: bool
 ) -> KernelConfig | None:
+    """Blocks of our kernel for so many tokens; None = cuBLAS serves them."""
     if torch.are_deterministic_algorithms_enabled():
         return INVARIANT
     if tokens > MAX_TOKENS:
@@ -141,16 +142,16 @@ def compile_ahead(
         sizes: rows of x.
         rows: of each weight. columns: of all.
     """
-    ours = _serves(like)
+    ours = serves(like)
     for tokens in filter(None, sizes):
-        config = _chosen(like.device, tokens, rows, columns, gated) if ours else None
+        config = chosen(like.device, tokens, rows, columns, gated) if ours else None
         if config is not None:
             linear_launch.compile_ahead(config, like, tokens, columns, has_bias, gated)
         elif gated:
             linear_launch.compile_silu_times_ahead(like)
 
 
-def _serves(x: Tensor) -> bool:
+def serves(x: Tensor) -> bool:
     """The kernels read its dtype and run on its device."""
     return x.dtype in DTYPES and (_holds_blocks(x.device) or interpreted())
 
@@ -190,7 +191,7 @@ def swiglu(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 
 def _swiglu(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
     gate, up = weights
-    config = _config(x, weights, biases, True) if gate.shape == up.shape else None
+    config = config_for(x, weights, biases, gated=True) if gate.shape == up.shape else None
     if config is not None:
         return linear_launch.swiglu_few(x, weights, biases, config)
     gate, up = (functional.linear(x, *operands) for operands in zip(weights, biases, strict=True))

@@ -1,0 +1,158 @@
+"""`piecewise::linear_norm_linears`: a linear, a residual, the RMS norm of their sum, and linears of that.
+
+For few rows it is two launches (Note [Deferred norm] in linear_kernels.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from piecewise_graph.kernels.added_norm import add_norm, planned
+from piecewise_graph.kernels.launch import multiprocessors
+from piecewise_graph.kernels.linear import linear_launch, linear_op
+from piecewise_graph.kernels.linear.kernel_configs import KernelConfig, before_norm
+
+_library = torch.library.Library("piecewise", "FRAGMENT")
+_library.define(
+    "linear_norm_linears(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor gain, float epsilon, "
+    "Tensor[] weights, Tensor?[] biases, bool gated) -> Tensor[]"
+)
+_DTYPES = (torch.bfloat16,)  # float16 could overflow where rows are not scaled yet
+_SHARES = 8192  # of squares that a program holds in its registers
+
+
+class _Configs(NamedTuple):
+    """Blocks of the linear that the residual is added to, and of those after the norm."""
+
+    added: KernelConfig
+    after: KernelConfig
+
+
+def linear_norm_linears(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    gain: Tensor,
+    epsilon: float,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    gated: bool,
+) -> list[Tensor]:
+    """`hidden = residual + linear(x, weight, bias)`, and linears of `gain * hidden / rms(hidden)`.
+
+    Args:
+        x: `[..., columns]`; weight: `[rows, columns]`; bias: `[rows]` or None.
+        residual: `[..., rows]`; gain: `[rows]`. All are of one dtype.
+        epsilon: added to the mean of squares.
+        weights, biases: as of `linears`; as of `swiglu` where `gated`.
+
+    Returns:
+        hidden, and what `linears` or `swiglu` returns; all contiguous, in x's dtype.
+    """
+    operands = x, weight, bias, residual, gain, epsilon, list(weights), list(biases), gated
+    found: list[Tensor] = torch.ops.piecewise.linear_norm_linears(*operands)
+    return found
+
+
+def _linear_norm_linears(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    gain: Tensor,
+    epsilon: float,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    gated: bool,
+) -> list[Tensor]:
+    configs = None
+    if _alike(x, weight, residual, gain):
+        added = linear_op.config_for(x, [weight], [bias])
+        after = linear_op.config_for(residual, weights, biases, gated=gated)
+        configs = _deferring(x, added, after, len(weight), x.numel() // x.shape[-1])
+    if configs is None:
+        [result] = linear_op.linears(x, [weight], [bias])
+        hidden, normed = add_norm(result, residual, gain, epsilon)
+        if gated:
+            return [hidden, linear_op.swiglu(normed, weights, biases)]
+        return [hidden, *linear_op.linears(normed, weights, biases)]
+    hidden, scaled, shares = linear_launch.added_few(x, weight, bias, residual, gain, configs.added)
+    rest = scaled, weights, biases, configs.after, linear_launch.Squares(shares, epsilon)
+    if gated:
+        return [hidden, linear_launch.swiglu_few(*rest)]
+    return [hidden, *linear_launch.linears_few(*rest)]
+
+
+def _alike(x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> bool:
+    """The kernels add and scale what is there row by row."""
+    shapes = residual.shape == (*x.shape[:-1], len(weight)) and gain.shape == weight.shape[:1]
+    return shapes and x.dtype in _DTYPES and x.dtype == residual.dtype == gain.dtype
+
+
+def _deferring(
+    like: Tensor, added: KernelConfig | None, after: KernelConfig | None, rows: int, tokens: int
+) -> _Configs | None:
+    """Where both linears have kernels of ours for few rows of x; the weight of the first one has `rows`."""
+    if added is None or after is None or added.tile or after.tile:
+        return None
+    added = before_norm(added, rows, processors=multiprocessors(like.device))
+    held = linear_launch.shares_held(added, rows, tokens)
+    return _Configs(added, after) if held <= _SHARES else None
+
+
+def compile_ahead(
+    like: Tensor,
+    sizes: Iterable[int],
+    weight: Sequence[int],
+    rows: Sequence[int],
+    *,
+    has_biases: tuple[bool, bool],
+    gated: bool,
+) -> None:
+    """Have the kernels compiled in other threads that `linear_norm_linears` will use for some sizes.
+
+    Args:
+        like: a tensor of the dtype, and on the device, of all operands.
+        sizes: rows of x.
+        weight: the shape of the first one. rows: of each of the others.
+        has_biases: of the first linear, of the others.
+    """
+    count, columns = weight
+    for tokens in filter(None, sizes) if linear_op.serves(like) else ():
+        added = linear_op.chosen(like.device, tokens, [count], columns, False)
+        after = linear_op.chosen(like.device, tokens, rows, count, gated)
+        configs = _deferring(like, added, after, count, tokens) if like.dtype in _DTYPES else None
+        if configs is not None:
+            shares = linear_launch.blocks_of(configs.added, count)
+            linear_launch.compile_added_ahead(configs.added, like, tokens, columns, has_biases[0])
+            linear_launch.compile_ahead(configs.after, like, tokens, count, has_biases[1], gated, shares)
+            continue
+        linear_op.compile_ahead(like, [tokens], [count], columns, has_bias=has_biases[0], gated=False)
+        linear_op.compile_ahead(like, [tokens], rows, count, has_bias=has_biases[1], gated=gated)
+        row = like.new_empty(1, count)
+        planned(row, row, row[0], row, row, 1.0).compile_ahead()
+
+
+_library.impl("linear_norm_linears", _linear_norm_linears, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("piecewise::linear_norm_linears", lib=_library)
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    gain: Tensor,
+    epsilon: float,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    gated: bool,
+) -> list[Tensor]:
+    results = weights[:1] if gated else weights
+    shapes = [residual.shape, *((*residual.shape[:-1], each.shape[0]) for each in results)]
+    return [residual.new_empty(shape) for shape in shapes]
