@@ -44,11 +44,18 @@ class Layer:
     """Random operands of the op, and what it is to compute."""
 
     def __init__(
-        self, tokens: int, columns: int, rows: int, after: list[int], dtype: torch.dtype, bias: bool
+        self,
+        tokens: int,
+        columns: int,
+        rows: int,
+        after: list[int],
+        dtype: torch.dtype,
+        bias: bool,
+        seed: int = 0,
     ) -> None:
-        self.x, self.weight, self.bias = operands(tokens, rows, columns, dtype)
-        self.residual = operands(tokens, 1, rows, dtype, 1)[0]
-        self.gain = operands(1, rows, 1, dtype, 2)[2]
+        self.x, self.weight, self.bias = operands(tokens, rows, columns, dtype, seed)
+        self.residual = operands(tokens, 1, rows, dtype, seed + 1)[0]
+        self.gain = operands(1, rows, 1, dtype, seed + 2)[2]
         self.weights, biases = zip(*(operands(1, n, rows, dtype, 3 + n)[1:] for n in after), strict=True)
         self.bias = self.bias if bias else None
         self.biases = list(biases) if bias else [None] * len(after)
@@ -69,18 +76,12 @@ class Layer:
         return [hidden, functional.silu(made[0]) * made[1]] if gated else [hidden, *made]
 
     def check(self, gated: bool) -> None:
-        """As exact as the unfused ones at least, against float64."""
         dtype = self.x.dtype
-        rounds = dtype == torch.bfloat16 and not INTERPRETED  # the interpreter cuts bfloat16 off
-        exact = self.unfused(gated, torch.float64)
-        for got, wanted, theirs in zip(self.found(gated), exact, self.unfused(gated, dtype), strict=True):
+        for got, wanted in zip(self.found(gated), self.unfused(gated, torch.float64), strict=True):
             assert got.dtype == dtype and got.is_contiguous() and got.shape == wanted.shape
             scale = max(1.0, float(wanted.abs().max()) if wanted.numel() else 1.0)
             atol = 3 * TOLERANCE[dtype] * scale
             torch.testing.assert_close(got.double(), wanted, rtol=2 * TOLERANCE[dtype], atol=atol)
-            if rounds and wanted.numel() > 1000:
-                error, unfused = ((y.double() - wanted).square().mean() for y in (got, theirs))
-                assert error <= 1.1 * unfused
 
 
 class TestOp:
@@ -122,10 +123,26 @@ class TestOp:
 
     @EXAMPLES
     @given(st.sampled_from([1, 17]), st.sampled_from([1e4, 3e-3]), st.integers(0, 511))
-    def test_outliers_stay_exact(self, tokens: int, outlier: float, channel: int) -> None:
+    def test_outliers(self, tokens: int, outlier: float, channel: int) -> None:
         layer = Layer(tokens, 128 if tokens > 1 else 512, 512, [512], torch.bfloat16, False)
         layer.residual[:, channel] *= outlier
         layer.check(False)
+
+    @pytest.mark.skipif(INTERPRETED, reason="the interpreter cuts bfloat16 off")
+    @pytest.mark.parametrize("tokens", [1, 20])
+    @pytest.mark.parametrize("outlier", [1.0, 1e4])
+    def test_it_is_as_exact_as_what_it_stands_for(self, outlier: float, tokens: int) -> None:
+        """Against float64, over 400 rows: the error of an outlier is one for all of a row's results."""
+        errors = torch.zeros(2, 2, dtype=torch.float64)
+        for seed in range(0, 1200 // tokens, 3):
+            layer = Layer(tokens, 512, 512, [512], torch.bfloat16, False, seed)
+            layer.residual[:, 7] *= outlier
+            exact = layer.unfused(False, torch.float64)
+            for way, results in enumerate((layer.found(False), layer.unfused(False, torch.bfloat16))):
+                for index, (got, wanted) in enumerate(zip(results, exact, strict=True)):
+                    errors[way, index] += (got.double() - wanted).square().sum().cpu()
+        ours, theirs = errors
+        assert (ours <= 1.05 * theirs).all(), errors
 
     def test_which_calls_have_no_norm_of_their_own(self, deferred: list[int]) -> None:
         """Those of few rows in bfloat16: float16 could overflow. Nor where one order of sums is asked for."""
