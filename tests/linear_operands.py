@@ -9,6 +9,7 @@ from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = settings(max_examples=15 if INTERPRETED else 60)
+EPSILON = 1e-5  # of norms
 DTYPES = [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
 
@@ -18,3 +19,10 @@ def operands(tokens: int, rows: int, columns: int, dtype: torch.dtype, seed: int
     x = torch.randn(tokens, columns, generator=generator).to(DEVICE, dtype)
     weight = (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(DEVICE, dtype)
     return x, weight, torch.randn(rows, generator=generator).to(DEVICE, dtype)
+
+
+def norm(hidden: Tensor, gain: Tensor) -> Tensor:
+    """An RMS norm as transformers write it."""
+    wide = hidden.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
+    return gain * wide.to(hidden.dtype)

@@ -33,6 +33,7 @@ from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 from piecewise_graph.custom_ops.token_choice import argmax, compile_argmax_ahead
 from piecewise_graph.kernels import launch
 from piecewise_graph.kernels.launch import Launcher
+from piecewise_graph.kernels.linear import linear_op
 
 
 @starts_the_interpreter
@@ -146,10 +147,11 @@ class TestKernels:
         st.sampled_from(DTYPES),
         st.booleans(),
         st.booleans(),
+        st.booleans(),
     )
     def test_norms_of_a_segment(
         self, sizes: set[int], after: list[int], columns: int, rows: int, bias: bool, dtype: torch.dtype,
-        gated: bool, one_order: bool,
+        gated: bool, one_order: bool, hopper: bool,
     ) -> None:  # fmt: skip
         """Between linears of few rows there is no kernel for them, between others there is."""
         with pytest.MonkeyPatch.context() as monkeypatch, deterministic(one_order):
@@ -157,6 +159,8 @@ class TestKernels:
             gm, tensors = _normed_segment(
                 after[:1] * 2 if gated else after, columns, rows, bias, dtype, gated
             )
+            if not hopper:
+                monkeypatch.setattr(linear_op, "serves", lambda x: False)
             compile_norms_ahead(gm, sorted(sizes))
             for size in sizes:
                 x, residual = (operands(size, 1, wide, dtype)[0] for wide in (columns, rows))
@@ -319,5 +323,8 @@ def _normed_segment(
     last = 4 + len(after)
     first_bias, *others = nodes[last:] or [None] * (1 + len(after))
     args = (nodes[0], nodes[2], first_bias, nodes[1], nodes[3], 1e-5, nodes[4:last], others, gated)
-    graph.output(graph.call_function(torch.ops.piecewise.linear_norm_linears.default, args))
+    call = graph.call_function(torch.ops.piecewise.linear_norm_linears.default, args)
+    results = [graph.call_function(operator.getitem, (call, index)) for index in (0, 1)]
+    results[1].meta["example_value"] = operands(3, 1, after[0], dtype)[0]
+    graph.output(tuple(results))
     return GraphModule({}, graph), tensors

@@ -1,223 +1,21 @@
-"""The norm between two linears: which of them become one op, and what the op computes."""
+"""Which norms between two linears become one op with them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
-from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
-from linear_operands import DEVICE, DTYPES, EXAMPLES, TOLERANCE, operands
+from linear_operands import norm
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.nn import functional
 from traced import placeholders, trace
 
-import piecewise_graph as pg
 from piecewise_graph._torch import example_value
 from piecewise_graph.compiler.deferred_norms import with_deferred_norms
-from piecewise_graph.eagle.head.random_models import ModelShape, random_model
-from piecewise_graph.kernels.linear import linear_launch, linear_norm_linears, norm_op
-from piecewise_graph.kernels.linear.kernel_configs import before_norm, usual_config
 
 OP = torch.ops.piecewise.linear_norm_linears.default
-EPSILON = 1e-5
-
-
-@pytest.mark.slow
-@starts_the_interpreter
-def test_kernels_in_the_interpreter() -> None:
-    assert_passes_interpreted(__file__)
-
-
-def norm(hidden: Tensor, gain: Tensor) -> Tensor:
-    """As transformers write it."""
-    wide = hidden.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
-    return gain * wide.to(hidden.dtype)
-
-
-class Layer:
-    """Random operands of the op, and what it is to compute."""
-
-    def __init__(
-        self,
-        tokens: int,
-        columns: int,
-        rows: int,
-        after: list[int],
-        dtype: torch.dtype,
-        bias: bool,
-        seed: int = 0,
-    ) -> None:
-        self.x, self.weight, self.bias = operands(tokens, rows, columns, dtype, seed)
-        self.residual = operands(tokens, 1, rows, dtype, seed + 1)[0]
-        self.gain = operands(1, rows, 1, dtype, seed + 2)[2]
-        self.weights, biases = zip(*(operands(1, n, rows, dtype, 3 + n)[1:] for n in after), strict=True)
-        self.bias = self.bias if bias else None
-        self.biases = list(biases) if bias else [None] * len(after)
-
-    def found(self, gated: bool) -> list[Tensor]:
-        operands = self.x, self.weight, self.bias, self.residual, self.gain, EPSILON
-        return linear_norm_linears(*operands, self.weights, self.biases, gated)
-
-    def unfused(self, gated: bool, dtype: torch.dtype) -> list[Tensor]:
-        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return functional.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
-
-        hidden = self.residual.to(dtype) + linear(self.x.to(dtype), self.weight, self.bias)
-        wide = hidden.double() if dtype == torch.float64 else hidden.float()
-        unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
-        normed = self.gain.to(dtype) * unit.to(dtype)
-        made = [linear(normed, w, b) for w, b in zip(self.weights, self.biases, strict=True)]
-        return [hidden, functional.silu(made[0]) * made[1]] if gated else [hidden, *made]
-
-    def check(self, gated: bool) -> None:
-        dtype = self.x.dtype
-        for got, wanted in zip(self.found(gated), self.unfused(gated, torch.float64), strict=True):
-            assert got.dtype == dtype and got.is_contiguous() and got.shape == wanted.shape
-            scale = max(1.0, float(wanted.abs().max()) if wanted.numel() else 1.0)
-            atol = 3 * TOLERANCE[dtype] * scale
-            torch.testing.assert_close(got.double(), wanted, rtol=2 * TOLERANCE[dtype], atol=atol)
-
-
-class TestOp:
-    pytestmark = needs_kernels
-
-    @pytest.fixture
-    def deferred(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """Rows of each call that has no norm of its own."""
-        calls, launch = list[int](), linear_launch.added_few
-
-        def noted(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-            calls.append(x.numel() // x.shape[-1])
-            return launch(x, *rest)
-
-        monkeypatch.setattr(linear_launch, "added_few", noted)
-        return calls
-
-    @EXAMPLES
-    @given(
-        st.integers(0, 70),
-        st.sampled_from([24, 128, 528, 1152]),
-        st.sampled_from([64, 512, 528, 640]),
-        st.lists(st.sampled_from([1, 17, 520]), min_size=1, max_size=4),
-        st.booleans(),
-        st.booleans(),
-        st.sampled_from([*DTYPES, torch.float32]),
-        st.sampled_from([2, 132]),
-    )
-    def test_it_is_what_it_stands_for(
-        self, tokens: int, columns: int, rows: int, after: list[int], gated: bool, bias: bool,
-        dtype: torch.dtype, processors: int,
-    ) -> None:  # fmt: skip
-        layer = Layer(tokens, columns, rows, after[:1] * 2 if gated else after, dtype, bias)
-        with (
-            patch.object(norm_op, "multiprocessors", lambda device: processors),
-            patch.object(norm_op.linear_op, "multiprocessors", lambda device: processors),
-        ):
-            layer.check(gated)
-
-    @EXAMPLES
-    @given(st.sampled_from([1, 17]), st.sampled_from([1e4, 3e-3]), st.integers(0, 511))
-    def test_outliers(self, tokens: int, outlier: float, channel: int) -> None:
-        layer = Layer(tokens, 128 if tokens > 1 else 512, 512, [512], torch.bfloat16, False)
-        layer.residual[:, channel] *= outlier
-        layer.check(False)
-
-    @pytest.mark.skipif(INTERPRETED, reason="the interpreter cuts bfloat16 off")
-    @pytest.mark.parametrize("tokens", [1, 20])
-    @pytest.mark.parametrize("outlier", [1.0, 1e4])
-    def test_it_is_as_exact_as_what_it_stands_for(self, outlier: float, tokens: int) -> None:
-        """Against float64, over 400 rows: the error of an outlier is one for all of a row's results."""
-        errors = torch.zeros(2, 2, dtype=torch.float64)
-        for seed in range(0, 1200 // tokens, 3):
-            layer = Layer(tokens, 512, 512, [512], torch.bfloat16, False, seed)
-            layer.residual[:, 7] *= outlier
-            exact = layer.unfused(False, torch.float64)
-            for way, results in enumerate((layer.found(False), layer.unfused(False, torch.bfloat16))):
-                for index, (got, wanted) in enumerate(zip(results, exact, strict=True)):
-                    errors[way, index] += (got.double() - wanted).square().sum().cpu()
-        ours, theirs = errors
-        assert (ours <= 1.05 * theirs).all(), errors
-
-    def test_which_calls_have_no_norm_of_their_own(self, deferred: list[int]) -> None:
-        """Those of few rows in bfloat16: float16 could overflow. Nor where one order of sums is asked for."""
-        for tokens, dtype in (
-            (1, torch.bfloat16),
-            (64, torch.bfloat16),
-            (65, torch.bfloat16),
-            (1, DTYPES[1]),
-        ):
-            Layer(tokens, 512, 512, [512], dtype, False).check(False)
-        assert deferred == [1, 64]
-        torch.use_deterministic_algorithms(True)
-        try:
-            Layer(1, 512, 512, [512], torch.bfloat16, False).check(False)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        assert deferred == [1, 64]
-
-    def test_a_norm_of_too_many_shares_is_its_own(self, deferred: list[int]) -> None:
-        layer = Layer(17, 512, 512, [512], torch.bfloat16, False)
-        with patch.object(norm_op, "_SHARES", 255):
-            layer.check(False)
-        layer.check(False)
-        assert deferred == [17]
-
-    def test_more_dimensions_and_other_strides(self, deferred: list[int]) -> None:
-        layer = Layer(6, 512, 512, [512], torch.bfloat16, True)
-        flat = layer.found(False)
-        layer.x, layer.residual = (
-            y.view(2, 3, 512).transpose(0, 1).contiguous().transpose(0, 1) for y in (layer.x, layer.residual)
-        )
-        for found, wanted in zip(layer.found(False), flat, strict=True):
-            assert found.is_contiguous() and torch.equal(found, wanted.view(2, 3, -1))
-        assert deferred == [6, 6]
-
-    def test_a_model_has_no_norms_between_its_linears(self, deferred: list[int]) -> None:
-        """Two of a layer, but for the last one of all, which is sliced before the head."""
-        config = {
-            "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 64,
-        }  # fmt: skip
-        torch.manual_seed(0)
-        model = random_model(ModelShape("small", config), DEVICE, "sdpa")
-        compiled = pg.compile(model, cuda_graphs="off", max_tokens=130)
-        with torch.no_grad():
-            for tokens in (130, 2):
-                ids = torch.arange(tokens, device=DEVICE)[None] * 7 % 64
-                found = compiled(input_ids=ids, use_cache=False).logits.double()
-                assert deferred == ([2, 2, 2] if tokens == 2 else [])
-                wanted = model(input_ids=ids, use_cache=False).logits.double()
-                assert (found - wanted).norm() < 0.02 * wanted.norm()
-
-
-def test_opcheck() -> None:
-    layer = Layer(3, 64, 32, [16, 16], torch.bfloat16, True)
-    rest = layer.residual, layer.gain, EPSILON, list(layer.weights)
-    for gated in (False, True):
-        for bias, biases in ((layer.bias, layer.biases), (None, [None, None])):
-            torch.library.opcheck(OP, (layer.x, layer.weight, bias, *rest, biases, gated))
-
-
-def test_it_is_torchs_without_kernels() -> None:
-    for gated in (False, True):
-        Layer(3, 64, 32, [16, 16], torch.float32, True).check(gated)
-
-
-@pytest.mark.parametrize(
-    "rows, processors, blocks", [(4096, 132, 8), (2560, 132, 4), (896, 132, 2), (2048, 132, 4), (64, 2, 8)]
-)
-def test_blocks_before_a_norm_are_few(rows: int, processors: int, blocks: int) -> None:
-    """Of one row; with more, and where the device would idle, they are as usual."""
-    usual = usual_config(1, [rows], 4096, processors=processors)
-    assert usual is not None and before_norm(usual, rows, processors=processors).block_n == blocks
-    of_more = usual_config(4, [4096], 4096)
-    assert of_more is not None and before_norm(of_more, 4096) is of_more
 
 
 # What stands between two calls of linears, and whether that is one op with them.
@@ -239,6 +37,11 @@ def written(hidden: Tensor, gain: Tensor, a: Tensor) -> list[Tensor]:
     return call(normed, a)
 
 
+def picked(hidden: Tensor, a: Tensor) -> Tensor:
+    """A fixed number of rows of a weight; which ones, the sum says."""
+    return a[(hidden[0] > 0).to(torch.int64)]
+
+
 # How many ops there are of it.
 BETWEEN: dict[str, tuple[Callable[..., Any], int]] = {
     "linears": (lambda h, g, a, b: [*call(norm(h, g), a, b), h * 2], 1),
@@ -251,6 +54,7 @@ BETWEEN: dict[str, tuple[Callable[..., Any], int]] = {
     "two calls read the norm": (lambda h, g, a, b: [*call(n := norm(h, g), a), *gated(n, a, b)], 0),
     "the norm is a weight": (lambda h, g, a, b: call(n := norm(h, g), n), 0),
     "a weight is computed": (lambda h, g, a, b: call(norm(h, g), a * 2), 0),
+    "a weight is picked by the sum": (lambda h, g, a, b: call(norm(h, g), picked(h, a)), 0),
     "a weight is written": (lambda h, g, a, b: written(h, g, a), 0),
     "no norm": (lambda h, g, a, b: call(h * g, a), 0),
     "another norm": (lambda h, g, a, b: call(norm(h, g + 1), a), 0),
@@ -281,4 +85,18 @@ def test_which_norms_are_deferred(between: str, before: str) -> None:
     args = rows[0], matrices[0], rows[1], torch.randn(SIZE), matrices[1].clone(), matrices[2]
     ((found, expected, got),) = trace(model, *args, look=passed).seen
     assert found == max(count - bool(before), 0)  # without the first one, if that is no linear alone
+    torch.testing.assert_close(got, expected)
+
+
+def test_sums_that_do_not_lie_row_by_row_keep_their_layout() -> None:
+    """What reads them may rely on it: a view of permuted dimensions."""
+
+    def model(x: Tensor, w: Tensor, gain: Tensor, a: Tensor) -> Any:
+        residual = x.transpose(0, 1)
+        hidden = residual + call(residual.contiguous(), w)[0]
+        return call(norm(hidden, gain), a), hidden.transpose(0, 1).view(-1)
+
+    args = torch.randn(3, 2, 2, SIZE), torch.randn(SIZE, SIZE), torch.randn(SIZE), torch.randn(SIZE, SIZE)
+    ((found, expected, got),) = trace(model, *args, look=passed).seen
+    assert found == 0
     torch.testing.assert_close(got, expected)

@@ -36,7 +36,9 @@ def norm_after(added: Node) -> AddedNorm | None:
     if hidden is None or not isinstance(residual, Node):
         return None
     value = _value(hidden)
-    for wide in hidden.users if isinstance(value, Tensor) and added_norm.serves(value) else ():
+    # With more dimensions, `hidden` may lie in memory otherwise than row by row; an op's result does not.
+    is_plain = isinstance(value, Tensor) and value.dim() <= 3 and added_norm.serves(value)
+    for wide in hidden.users if is_plain else ():
         found = _norm_of(wide, value) if _is_float32_of(wide, hidden) else None
         if found is None or not (_is_like(residual, value) and _is_like(added, value)):
             continue
@@ -62,7 +64,7 @@ def others_between(first: Node, last: Node, residual: Node) -> bool:
 
 
 def erase(graph: Graph, node: Node) -> None:
-    """It, and what only it has read."""
+    """It, and the calls that only it has read. The caller knows that they have no effect."""
     if node.op in ("placeholder", "get_attr") or node.users:
         return
     sources = node.all_input_nodes

@@ -47,7 +47,9 @@ def compile_norms_ahead(gm: GraphModule, sizes: Sequence[int]) -> None:
         operands: Any = node.args
         _, weight, bias, residual, _, _, weights, biases, gated = operands
         value, first = _torch.example_value(residual), _torch.example_value(weight)
-        rows = [int(_torch.example_value(each).shape[0]) for each in weights]
+        made = {user.args[1]: user for user in node.users}  # halves of a weight have no example
+        sized = [made[1], made[1]] if gated else weights
+        rows = [int(_torch.example_value(each).shape[-1 if gated else 0]) for each in sized]
         compile_norm_ahead(
             torch.empty(1, dtype=value.dtype, device=value.device),
             sizes,
@@ -78,9 +80,9 @@ def _operands(call: Node) -> tuple[Any, Any, Any]:
 
 
 def _is_given(operand: Node | None) -> bool:
-    """It is no result of the graph, and so not of the norm, or is a part of what is none."""
-    if operand is not None and operand.target is operator.getitem:
-        operand = operand.all_input_nodes[0]
+    """It is no result of the graph, and so not of the norm, or a fixed part of what is none."""
+    if operand is not None and operand.target is operator.getitem and len(operand.all_input_nodes) == 1:
+        [operand] = operand.all_input_nodes
     return operand is None or operand.op in ("placeholder", "get_attr")
 
 

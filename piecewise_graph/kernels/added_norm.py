@@ -26,7 +26,8 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tup
     Returns:
         (hidden, its norm), contiguous, each of x's shape and dtype.
     """
-    if not (kernels_serve(x) and serves(x) and x.numel()):
+    alike = x.shape == residual.shape and weight.shape == x.shape[-1:]
+    if not (alike and kernels_serve(x) and serves(x) and x.numel()):  # torch spreads or refuses other shapes
         return reference(x, residual, weight, epsilon)
     x = x.contiguous()
     hidden, normed = torch.empty_like(x), torch.empty_like(x)
@@ -41,9 +42,9 @@ def serves(rows: Tensor) -> bool:
     return rows.dtype in _DTYPES and isinstance(columns, int) and 0 < columns <= _COLUMNS
 
 
-def reference(total: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def reference(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """`add_norm` in torch."""
-    hidden = (residual + total).contiguous()
+    hidden = (residual + x).contiguous()
     wide = hidden.float()
     unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return hidden, weight * unit.to(hidden.dtype)

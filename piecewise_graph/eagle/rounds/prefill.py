@@ -108,7 +108,7 @@ class Prefill:
         for requests in (1, self.resources.limits.max_requests):
             self._padding(caches[0], 1, requests).compile_ahead()
         if self.mode != PIECEWISE:  # one call compiles for all; one row may want a trace of its own
-            sizes, asked_sizes = ([max(each), 1] for each in (sizes, asked_sizes))
+            sizes, asked_sizes = (sorted({each[0], 1}, reverse=True) for each in (sizes, asked_sizes))
         for rows in sizes:
             # Equal rows would prove nothing about padding, and tapes would serve exact sizes only.
             ids = torch.arange(rows, dtype=torch.int32, device=self.resources.device) % 2

@@ -34,7 +34,7 @@ def few_rows_added(
     Args:
         x: `[tokens, columns]`; weight: `[rows, columns]`; bias, gain: `[rows]`; all contiguous.
         residual, hidden, scaled: `[tokens, rows]`; `scaled = hidden * gain`.
-        squares: float32 `[blocks, tokens]`, of a block's columns of `hidden` the sum of their squares.
+        squares: float32 `[blocks, tokens]`, a block's sum of squares of its columns of `hidden`.
         TOKENS, EVEN, ALIGNED: see `few_rows`.
     """
     if ALIGNED:

@@ -9,7 +9,7 @@ MAX_TOKENS = 64
 ALIGNMENT = 16  # columns; of a multiple of them the kernels load 16 bytes at a time
 PROCESSORS = 132  # of an H100 or H200
 _FULL = 0.8  # of the places of all rounds; between 0.75 and 0.82 of those measured
-_EVEN = 0.9  # the same for blocks that are many, and small
+_FULL_OF_MANY = 0.9  # the same, for small blocks that share multiprocessors
 SHARED_MEMORY = 172032  # bytes that the blocks of `usual_config` take at most; Hopper has 232448
 
 
@@ -100,15 +100,15 @@ def _of_one_row(rows: int, columns: int, processors: int) -> KernelConfig:
 
 
 def before_norm(config: KernelConfig, rows: int, *, processors: int = PROCESSORS) -> KernelConfig:
-    """`config` for a weight of so many rows whose blocks each tell those after the norm of their squares.
+    """`config`, or larger blocks, for a linear before a norm; its weight has so many rows.
 
-    Every program there reads what all blocks here have to say. Where one row of x has blocks of two rows of
-    the weight, larger ones are faster (measured: a decode step of Llama-3-8B, 5.38 -> 5.28 ms), unless they
+    Every program after the norm reads a sum of squares of each block. Where one row of x has blocks of two
+    rows of the weight, larger ones are faster (measured: a step of Llama-3-8B, 5.38 -> 5.28 ms), unless they
     leave a tenth of the places of their rounds empty.
     """
     for block_n in (8, 4) if config.block_n == 2 else ():
         blocks = -(-rows // block_n)
-        if blocks >= max(2, _EVEN * -(-blocks // processors)) * processors:
+        if blocks >= max(2, _FULL_OF_MANY * -(-blocks // processors)) * processors:
             return KernelConfig(block_n, 1024, 1, 4, 1)
     return config
 

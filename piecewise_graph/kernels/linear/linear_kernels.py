@@ -173,10 +173,10 @@ def product(
 
 
 @triton.jit
-def _shares_of(squares, counted, tokens, TOKENS: tl.constexpr, COUNTED: tl.constexpr):
-    """Note [Deferred norm]: `squares [counted, tokens]` as `[COUNTED, TOKENS]`."""
-    block, m = tl.arange(0, COUNTED)[:, None], tl.arange(0, TOKENS)[None, :]
-    return tl.load(squares + block * tokens + m, mask=(block < counted) & (m < tokens), other=0.0)
+def _squares_of(squares, blocks, tokens, TOKENS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Note [Deferred norm]: `squares [blocks, tokens]` as `[BLOCKS, TOKENS]`, zeros where there are none."""
+    block, m = tl.arange(0, BLOCKS)[:, None], tl.arange(0, TOKENS)[None, :]
+    return tl.load(squares + block * tokens + m, mask=(block < blocks) & (m < tokens), other=0.0)
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def _store(
     tl.store(place, total.to(out.dtype.element_ty), mask=(m[None, :] < tokens) & (n[:, None] < rows))
 
 
-@triton.jit(do_not_specialize=["tokens", "rows0", "rows1", "rows2", "columns", "counted", "epsilon"])
+@triton.jit(do_not_specialize=["tokens", "rows0", "rows1", "rows2", "columns", "blocks", "epsilon"])
 def few_rows(
     x,
     w0,
@@ -224,7 +224,7 @@ def few_rows(
     rows1,
     rows2,
     columns,
-    counted,
+    blocks,
     epsilon,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -237,7 +237,7 @@ def few_rows(
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     TILED: tl.constexpr,
-    COUNTED: tl.constexpr,
+    BLOCKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """`out[split, m, n] = sum over the split's k of x[m, k] * weight[n, k]`, the bias in the first split.
@@ -246,13 +246,13 @@ def few_rows(
         x: `[tokens, columns]`; weights: `[rows, columns]`; biases: `[rows]`; results:
             `[SPLITS, tokens, rows]`. All are contiguous. The grid has programs for one, two or three of the
             members.
-        squares: float32 `[counted, tokens]`; with `epsilon` they scale rows of x (Note [Deferred norm]).
+        squares: float32 `[blocks, tokens]`; with `epsilon` they scale rows of x (Note [Deferred norm]).
         TOKENS: at least `tokens`, unless TILED; 1, or 16 and more.
         EVEN: blocks divide the columns.
         ALIGNED: 16 does. Otherwise each element is a load of its own.
         GATED: one result, `silu(w0 x + b0) * (w1 x + b1)`; one split.
         TILED: a program computes TOKENS rows of x, and each block has programs for all.
-        COUNTED: a power of two, at least `counted`; 0 = x is as it is. Not with TILED or several splits.
+        BLOCKS: a power of two, at least `blocks`; 0 = x is not scaled. Not with TILED or several splits.
     """
     if ALIGNED:
         columns = columns // 16 * 16  # which tells Triton that rows are as aligned as the first one
@@ -272,13 +272,13 @@ def few_rows(
     out += row_of_result * tl.cast(rows, tl.int64)
     first = split * part
     prefetch_and_wait(row, first, columns, AHEAD, DEPENDENT)
-    if COUNTED > 0 and TOKENS == 1:  # they come while the weight does; of more rows they are too many
-        shares = _shares_of(squares, counted, tokens, TOKENS, COUNTED)
+    if BLOCKS > 0 and TOKENS == 1:  # they come while the weight does; of more rows they are too many
+        parts = _squares_of(squares, blocks, tokens, TOKENS, BLOCKS)
     total = product(x, row, first, part, tokens, columns, BLOCK_N, BLOCK_K, PARTS, TOKENS, EVEN)
-    if COUNTED > 0:
+    if BLOCKS > 0:
         if TOKENS > 1:
-            shares = _shares_of(squares, counted, tokens, TOKENS, COUNTED)
-        total *= tl.rsqrt(tl.sum(shares, 0) / columns + epsilon)[None, :]
+            parts = _squares_of(squares, blocks, tokens, TOKENS, BLOCKS)
+        total *= tl.rsqrt(tl.sum(parts, 0) / columns + epsilon)[None, :]
     _store(total, bias, out, rows, start, tokens, split, BLOCK_N, TOKENS, HAS_BIAS, GATED)
 
 

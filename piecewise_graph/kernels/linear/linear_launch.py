@@ -16,15 +16,15 @@ MEMBERS = 3  # at most, of a launch
 _ELEMENTS = 1024  # of a program
 
 
-class Squares(NamedTuple):
-    """Those of rows that a linear scales by their norm (Note [Deferred norm] in linear_kernels.py).
+class Norm(NamedTuple):
+    """What a linear scales rows by (Note [Deferred norm] in linear_kernels.py).
 
     Attributes:
-        shares: float32 `[counted, tokens]`, whose sums are those of the rows' squares.
-        epsilon: added to their means.
+        squares: float32 `[blocks, tokens]`; the sum of a column is that of a row's squares.
+        epsilon: added to their mean.
     """
 
-    shares: Tensor
+    squares: Tensor
     epsilon: float
 
 
@@ -33,18 +33,18 @@ def linears_few(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     config: KernelConfig,
-    squares: Squares | None = None,
+    norm: Norm | None = None,
 ) -> list[Tensor]:
     """`linear_op.linear_few` for each of some weights, three per launch; `config` names blocks that fit.
 
     Args:
         biases: all of them or none.
-        squares: x's rows are scaled by them; None = they are as they are.
+        norm: x's rows are scaled by it; None = they are not.
     """
     rows, outputs = _rows(x), [_output(x, len(weight), config) for weight in weights]
     for start in range(0, len(outputs), MEMBERS):
         part = slice(start, start + MEMBERS)
-        _launch(rows, weights[part], biases[part], outputs[part], config, squares, gated=False)
+        _launch(rows, weights[part], biases[part], outputs[part], config, norm, gated=False)
     return outputs
 
 
@@ -53,28 +53,28 @@ def swiglu_few(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     config: KernelConfig,
-    squares: Squares | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
     """`linear_op.swiglu` by one launch; `config` names blocks that fit, and one split."""
     out = _output(x, len(weights[0]), config)
-    _launch(_rows(x), weights, biases, [out], config, squares, gated=True)
+    _launch(_rows(x), weights, biases, [out], config, norm, gated=True)
     return out
 
 
 def added_few(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, config: KernelConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`residual + linear(x, weight, bias)`, that times `gain`, and shares of its squares, by one launch."""
+    """`residual + linear(x, weight, bias)`, that times `gain`, and squares for a `Norm`, by one launch."""
     (tokens, columns), rows = (x := _rows(x)).shape, len(weight)
-    residual, weight, gain = residual.contiguous(), weight.contiguous(), gain.contiguous()
+    residual, gain = residual.contiguous(), gain.contiguous()
     hidden, scaled = torch.empty_like(residual), torch.empty_like(residual)
     blocks = blocks_of(config, rows)
-    shares = x.new_empty((blocks, tokens), dtype=torch.float32)
+    squares = x.new_empty((blocks, tokens), dtype=torch.float32)
     launcher, constants = _added_variant(config, x.device, tokens, columns, bias is not None)
     given = gain if bias is None else bias.contiguous()  # gain is not read for it
-    args = (x, weight, given, residual, gain, hidden, scaled, shares, tokens, rows, columns)
+    args = (x, weight, given, residual, gain, hidden, scaled, squares, tokens, rows, columns)
     launcher((blocks, 1, 1), args, *constants)
-    return hidden, scaled, shares
+    return hidden, scaled, squares
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def _launch(
     biases: Sequence[Tensor | None],
     outputs: Sequence[Tensor],
     config: KernelConfig,
-    squares: Squares | None,
+    norm: Norm | None,
     gated: bool,
 ) -> None:
     (tokens, columns), rows = x.shape, [len(weight) for weight in weights]
@@ -119,11 +119,11 @@ def _launch(
     weights = [weight.contiguous() for weight in weights]
     given = [bias.contiguous() for bias in biases if bias is not None] or weights  # which are not read then
     tiles = -(-tokens // config.tile) if config.tile else 1
-    shares, epsilon = squares or (x, 0.0)
-    counted = len(shares) if squares else 0
-    launcher, constants = _variant(config, x.device, tokens, columns, biases[0] is not None, gated, counted)
-    tensors = (x, *_three(weights), *_three(given), *_three(outputs), shares)
-    sizes = (tokens, *_three(rows), columns, counted, epsilon)
+    squares, epsilon = norm or (x, 0.0)  # x stands in for what is not read
+    summed = len(squares) if norm else 0
+    launcher, constants = _variant(config, x.device, tokens, columns, biases[0] is not None, gated, summed)
+    tensors = (x, *_three(weights), *_three(given), *_three(outputs), squares)
+    sizes = (tokens, *_three(rows), columns, summed, epsilon)
     launcher((blocks * tiles, config.splits, 1), (*tensors, *sizes), *constants)
 
 
@@ -134,17 +134,17 @@ def compile_ahead(
     columns: int,
     has_bias: bool,
     gated: bool,
-    counted: int = 0,
+    summed: int = 0,
 ) -> None:
     """Have the kernel compiled in another thread that serves `tokens` rows of `columns`.
 
     Args:
         like: a tensor of the dtype, and on the device, of all operands.
-        counted: shares of squares that rows are scaled by; 0 = they are not.
+        summed: blocks whose squares the norm of x's rows is made of; 0 = there is no norm.
     """
-    launcher, constants = _variant(config, like.device, tokens, columns, has_bias, gated, counted)
-    shares = like.float() if counted else like
-    launcher.ahead((*[like] * (1 + 3 * MEMBERS), shares, *[1] * (3 + MEMBERS), 1.0), *constants)
+    launcher, constants = _variant(config, like.device, tokens, columns, has_bias, gated, summed)
+    squares = like.float() if summed else like
+    launcher.ahead((*[like] * (1 + 3 * MEMBERS), squares, *[1] * (3 + MEMBERS), 1.0), *constants)
 
 
 def compile_added_ahead(
@@ -162,13 +162,13 @@ def _variant(
     columns: int,
     has_bias: bool,
     gated: bool,
-    counted: int,
+    summed: int,
 ) -> tuple[Launcher, tuple[Any, ...]]:
     """The launcher, and the kernel's constexprs."""
     dependent, even = dependent_launches(device), _is_even(config, columns)
     constants = (
         config.block_n, config.block_k, config.splits, config.parts, config.ahead, _tokens(config, tokens),
-        even, columns % ALIGNMENT == 0, has_bias, gated, bool(config.tile), _power_of_two(counted), dependent,
+        even, columns % ALIGNMENT == 0, has_bias, gated, bool(config.tile), _power_of_two(summed), dependent,
     )  # fmt: skip
     return _launcher(config.warps, config.stages, dependent), constants
 
@@ -185,12 +185,12 @@ def _added_variant(
 
 
 def blocks_of(config: KernelConfig, rows: int) -> int:
-    """That a weight of so many rows has."""
+    """Blocks of a weight of so many rows."""
     return -(-rows // config.block_n)
 
 
-def shares_held(config: KernelConfig, rows: int, tokens: int) -> int:
-    """Shares of squares that each program after the norm holds, if `config` serves the linear before it."""
+def squares_held(config: KernelConfig, rows: int, tokens: int) -> int:
+    """Numbers that each program after a norm holds, where `config` serves the linear of `rows` before it."""
     return _power_of_two(blocks_of(config, rows)) * _tokens(config, tokens)
 
 
@@ -204,7 +204,7 @@ def _tokens(config: KernelConfig, tokens: int) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """At least as large; 0 of 0."""
+    """The smallest power of two that is not below `number`; 0 for 0."""
     return 1 << (number - 1).bit_length() if number else 0
 
 

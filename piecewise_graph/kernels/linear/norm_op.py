@@ -22,7 +22,7 @@ _library.define(
     "Tensor[] weights, Tensor?[] biases, bool gated) -> Tensor[]"
 )
 _DTYPES = (torch.bfloat16,)  # float16 could overflow where rows are not scaled yet
-_SHARES = 8192  # of squares that a program holds in its registers
+_SQUARES = 8192  # that a program holds in its registers
 
 
 class _Configs(NamedTuple):
@@ -70,39 +70,49 @@ def _linear_norm_linears(
     biases: list[Tensor | None],
     gated: bool,
 ) -> list[Tensor]:
-    configs = None
-    if _alike(x, weight, residual, gain):
-        added = linear_op.config_for(x, [weight], [bias])
-        after = linear_op.config_for(residual, weights, biases, gated=gated)
-        configs = _deferring(x, added, after, len(weight), x.numel() // x.shape[-1])
+    configs = _configs(x, weight, bias, residual, gain, weights, biases, gated)
     if configs is None:
-        [result] = linear_op.linears(x, [weight], [bias])
-        hidden, normed = add_norm(result, residual, gain, epsilon)
+        results = linear_op.linears(x, [weight], [bias])
+        hidden, normed = add_norm(results.pop(), residual, gain, epsilon)
         if gated:
             return [hidden, linear_op.swiglu(normed, weights, biases)]
         return [hidden, *linear_op.linears(normed, weights, biases)]
-    hidden, scaled, shares = linear_launch.added_few(x, weight, bias, residual, gain, configs.added)
-    rest = scaled, weights, biases, configs.after, linear_launch.Squares(shares, epsilon)
+    hidden, scaled, squares = linear_launch.added_few(x, weight, bias, residual, gain, configs.added)
+    operands = scaled, weights, biases, configs.after, linear_launch.Norm(squares, epsilon)
     if gated:
-        return [hidden, linear_launch.swiglu_few(*rest)]
-    return [hidden, *linear_launch.linears_few(*rest)]
+        return [hidden, linear_launch.swiglu_few(*operands)]
+    return [hidden, *linear_launch.linears_few(*operands)]
 
 
-def _alike(x: Tensor, weight: Tensor, residual: Tensor, gain: Tensor) -> bool:
-    """The kernels add and scale what is there row by row."""
-    shapes = residual.shape == (*x.shape[:-1], len(weight)) and gain.shape == weight.shape[:1]
-    return shapes and x.dtype in _DTYPES and x.dtype == residual.dtype == gain.dtype
+def _configs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    gain: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    gated: bool,
+) -> _Configs | None:
+    """For operands that both kernels read. Whatever else there is, torch computes or refuses it."""
+    alike = x.dtype == residual.dtype == gain.dtype and gain.shape == weight.shape[:1]
+    alike = alike and residual.shape == (*x.shape[:-1], *weight.shape[:1])
+    if not alike or (gated and [each.shape for each in weights] != [weights[0].shape] * 2):
+        return None
+    added = linear_op.config_for(x, [weight], [bias])
+    after = linear_op.config_for(residual, weights, biases, gated=gated)
+    return _deferring(residual, added, after, len(weight), residual.numel() // max(len(weight), 1))
 
 
 def _deferring(
     like: Tensor, added: KernelConfig | None, after: KernelConfig | None, rows: int, tokens: int
 ) -> _Configs | None:
     """Where both linears have kernels of ours for few rows of x; the weight of the first one has `rows`."""
-    if added is None or after is None or added.tile or after.tile:
+    if like.dtype not in _DTYPES or added is None or after is None or added.tile or after.tile:
         return None
     added = before_norm(added, rows, processors=multiprocessors(like.device))
-    held = linear_launch.shares_held(added, rows, tokens)
-    return _Configs(added, after) if held <= _SHARES else None
+    held = linear_launch.squares_held(added, rows, tokens)
+    return _Configs(added, after) if held <= _SQUARES else None
 
 
 def compile_ahead(
@@ -116,6 +126,8 @@ def compile_ahead(
 ) -> None:
     """Have the kernels compiled in other threads that `linear_norm_linears` will use for some sizes.
 
+    Where it is not two launches, the kernel of a norm is among them.
+
     Args:
         like: a tensor of the dtype, and on the device, of all operands.
         sizes: rows of x.
@@ -123,19 +135,21 @@ def compile_ahead(
         has_biases: of the first linear, of the others.
     """
     count, columns = weight
-    for tokens in filter(None, sizes) if linear_op.serves(like) else ():
-        added = linear_op.chosen(like.device, tokens, [count], columns, False)
-        after = linear_op.chosen(like.device, tokens, rows, count, gated)
-        configs = _deferring(like, added, after, count, tokens) if like.dtype in _DTYPES else None
-        if configs is not None:
-            shares = linear_launch.blocks_of(configs.added, count)
+    row = like.new_empty(1, count)
+    for tokens in filter(None, sizes):
+        configs = None
+        if linear_op.serves(like):
+            added = linear_op.chosen(like.device, tokens, [count], columns, False)
+            after = linear_op.chosen(like.device, tokens, rows, count, gated)
+            configs = _deferring(like, added, after, count, tokens)
+        if configs is None:
+            linear_op.compile_ahead(like, [tokens], [count], columns, has_bias=has_biases[0], gated=False)
+            linear_op.compile_ahead(like, [tokens], rows, count, has_bias=has_biases[1], gated=gated)
+            planned(row, row, row[0], row, row, 1.0).compile_ahead()
+        else:
+            summed = linear_launch.blocks_of(configs.added, count)
             linear_launch.compile_added_ahead(configs.added, like, tokens, columns, has_biases[0])
-            linear_launch.compile_ahead(configs.after, like, tokens, count, has_biases[1], gated, shares)
-            continue
-        linear_op.compile_ahead(like, [tokens], [count], columns, has_bias=has_biases[0], gated=False)
-        linear_op.compile_ahead(like, [tokens], rows, count, has_bias=has_biases[1], gated=gated)
-        row = like.new_empty(1, count)
-        planned(row, row, row[0], row, row, 1.0).compile_ahead()
+            linear_launch.compile_ahead(configs.after, like, tokens, count, has_biases[1], gated, summed)
 
 
 _library.impl("linear_norm_linears", _linear_norm_linears, "CompositeExplicitAutograd")
