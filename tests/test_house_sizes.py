@@ -72,9 +72,9 @@ def rooms_below() -> dict[str, set[str]]:
 # "beside" are the core's files beside its packages.
 BUDGETS = {
     "beside": 1303,
-    "ranks": 398,
+    "ranks": 394,
     "_torch": 842,
-    "kernels": 1224,
+    "kernels": 1216,
     "splitter": 1361,
     "analysis": 1672,
     "compiler": 2067,

@@ -19,7 +19,7 @@ import piecewise_graph as pg
 from piecewise_graph.compiler.choosing_linears import choosing_linears
 from piecewise_graph.compiler.deferred_norms import compile_norms_ahead, with_deferred_norms
 from piecewise_graph.eagle.head.random_models import ModelShape, random_model
-from piecewise_graph.kernels.linear import linear_launch, linear_norm_linears, norm_op
+from piecewise_graph.kernels.linear import linear_launch, norm_op
 from piecewise_graph.kernels.linear.kernel_configs import before_norm, usual_config
 
 OP = torch.ops.piecewise.linear_norm_linears.default
@@ -53,7 +53,7 @@ class Layer:
 
     def found(self, gated: bool) -> list[Tensor]:
         operands = self.x, self.weight, self.bias, self.residual, self.gain, EPSILON
-        return linear_norm_linears(*operands, self.weights, self.biases, gated)
+        return OP(*operands, list(self.weights), self.biases, gated)
 
     def unfused(self, gated: bool, dtype: torch.dtype) -> list[Tensor]:
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

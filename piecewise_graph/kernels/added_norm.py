@@ -29,10 +29,7 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tup
     alike = x.shape == residual.shape and weight.shape == x.shape[-1:]
     if not (alike and kernels_serve(x) and serves(x) and x.numel()):  # torch spreads or refuses other shapes
         return reference(x, residual, weight, epsilon)
-    x = x.contiguous()
-    hidden, normed = torch.empty_like(x), torch.empty_like(x)
-    planned(x, residual.contiguous(), weight.contiguous(), hidden, normed, epsilon).bind()()
-    return hidden, normed
+    return launch(x, residual, weight, epsilon)
 
 
 def serves(rows: Tensor) -> bool:
@@ -48,6 +45,22 @@ def reference(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tu
     wide = hidden.float()
     unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return hidden, weight * unit.to(hidden.dtype)
+
+
+def launch(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    *,
+    sent: tuple[Any, ...] = (),
+    ranks: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """`add_norm` on operands that the kernel takes; see `planned` for the others."""
+    x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
+    hidden, normed = torch.empty_like(x), torch.empty_like(x)
+    planned(x, residual, weight, hidden, normed, epsilon, sent=sent, ranks=ranks).bind()()
+    return hidden, normed
 
 
 def planned(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piecewise_graph.kernels.added_norm import add_norm, block_of, planned, serves
+from piecewise_graph.kernels.added_norm import add_norm, block_of, launch, serves
 from piecewise_graph.kernels.launch import kernels_serve
 from piecewise_graph.ranks.collectives import all_reduce, memory_for
 from piecewise_graph.ranks.exchange import Ranks
@@ -67,11 +67,7 @@ def _launch(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, memory: PeerMemory
 ) -> tuple[Tensor, Tensor]:
     """x is this rank's part of the sum."""
-    x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
-    hidden, normed = torch.empty_like(x), torch.empty_like(x)
-    sent, ranks = tuple(memory.arguments()), len(memory.peers)
-    planned(x, residual, weight, hidden, normed, epsilon, sent=sent, ranks=ranks).bind()()
-    return hidden, normed
+    return launch(x, residual, weight, epsilon, sent=tuple(memory.arguments()), ranks=len(memory.peers))
 
 
 _library.impl("all_reduce_add_norm", _all_reduce_add_norm, "CompositeExplicitAutograd")

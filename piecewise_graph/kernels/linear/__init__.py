@@ -11,10 +11,7 @@ from piecewise_graph.kernels.linear.linear_op import (
     linears as linears,
     swiglu as swiglu,
 )
-from piecewise_graph.kernels.linear.norm_op import (
-    compile_ahead as compile_norm_ahead,
-    linear_norm_linears as linear_norm_linears,
-)
+from piecewise_graph.kernels.linear.norm_op import compile_ahead as compile_norm_ahead
 
 __all__ = [
     "DTYPES",
@@ -23,7 +20,6 @@ __all__ = [
     "compile_ahead",
     "compile_norm_ahead",
     "linear_few",
-    "linear_norm_linears",
     "linears",
     "swiglu",
 ]

@@ -32,15 +32,15 @@ class _Configs(NamedTuple):
     after: KernelConfig
 
 
-def linear_norm_linears(
+def _linear_norm_linears(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor,
     gain: Tensor,
     epsilon: float,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    weights: list[Tensor],
+    biases: list[Tensor | None],
     gated: bool,
 ) -> list[Tensor]:
     """`hidden = residual + linear(x, weight, bias)`, and linears of `gain * hidden / rms(hidden)`.
@@ -54,22 +54,6 @@ def linear_norm_linears(
     Returns:
         hidden, and what `linears` or `swiglu` returns; all contiguous, in x's dtype.
     """
-    operands = x, weight, bias, residual, gain, epsilon, list(weights), list(biases), gated
-    found: list[Tensor] = torch.ops.piecewise.linear_norm_linears(*operands)
-    return found
-
-
-def _linear_norm_linears(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    gain: Tensor,
-    epsilon: float,
-    weights: list[Tensor],
-    biases: list[Tensor | None],
-    gated: bool,
-) -> list[Tensor]:
     configs = _configs(x, weight, bias, residual, gain, weights, biases, gated)
     if configs is None:
         results = linear_op.linears(x, [weight], [bias])
