@@ -185,7 +185,9 @@ def test_the_marks_of_our_engine() -> None:
     assert "| 1b | 16 | own, lengths from 0.5 | 16 (9, 11) | 1.00 | 1.0 | - | - | - | - |" in matrix(rows)
 
 
-@pytest.mark.parametrize("name", ["bench_vllm", "bench_vllm_load_1b", "bench_vllm_load_8b"])
+@pytest.mark.parametrize(
+    "name", ["bench_vllm", "bench_vllm_load_1b", "bench_vllm_load_8b", "bench_vllm_load_8b_h200"]
+)
 def test_the_table_is_made_from_the_results(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(__file__).parents[1] / "benchmarks"
     file = folder / "results" / f"{name}.json"
