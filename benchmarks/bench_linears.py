@@ -33,7 +33,7 @@ from benchmarks.common import (
 )
 from benchmarks.llama import SHAPES
 from piecewise_graph.kernels.launch import multiprocessors
-from piecewise_graph.kernels.linear import linear_launch
+from piecewise_graph.kernels.linear import MAX_TOKENS, linear_launch
 from piecewise_graph.kernels.linear.kernel_configs import SHARED_MEMORY, KernelConfig, usual_config
 
 _PARTS = ("q k v", "o", "gate up", "down")
@@ -106,10 +106,11 @@ def others(tokens: int) -> Iterator[KernelConfig | None]:
         for rows, columns, warps in _ONE_ROW:
             yield KernelConfig(rows, columns, 1, warps, 1, ahead=16 if columns == 2048 and rows == 4 else 4)
         return
-    for stages in (4, 5, 7):
+    for stages in (4, 5, 7) if tokens <= MAX_TOKENS else (3, 4, 5, 6):
         forms = (
             KernelConfig(64, 128, 1, 4, stages),
             KernelConfig(128, 64, 1, 4, stages),
+            KernelConfig(64, 64, 1, 4, stages),
             KernelConfig(32, 128, 1, 4, stages, parts=2, ahead=16),
             KernelConfig(16, 128, 1, 4, stages, parts=4, ahead=16),
         )

@@ -29,6 +29,8 @@ def in_form(form: int, x: Tensor) -> Tensor:
     return (x, x[None], torch.stack([x, x], 1)[:, 0])[form]
 
 
+TOKENS = st.integers(0, MAX_TOKENS) | st.integers(MAX_TOKENS + 1, 130)  # rows of x
+
 # Rows of x, gated or not, rows of the weights, columns, multiprocessors, and blocks: each rule has a case.
 RULES = [
     (1, False, (64,), 2032, 5, "2 1024 1 4 1 1 4 0"), (1, True, (32, 32), 2064, 5, "4 2048 1 4 1 1 16 0"),
@@ -43,6 +45,8 @@ RULES = [
     (33, True, (256, 256), 528, 7, "128 64 1 4 5 1 4 0"),
     (33, True, (512, 512), 528, 7, "128 64 1 4 4 1 4 0"),
     (33, False, (512,), 528, 7, "64 128 1 4 5 1 4 0"), (33, False, (256, 256), 528, 40, "64 128 1 4 5 1 4 0"),
+    (65, False, (256, 200, 56), 528, 8, "64 64 1 4 6 1 4 0"),
+    (128, True, (256, 256), 528, 5, "128 64 1 4 5 1 4 0"),
 ]  # fmt: skip
 
 
@@ -61,11 +65,12 @@ class TestChoosing:
             return launch(x, weights, *rest)
 
         monkeypatch.setattr(linear_launch, "linears_few", noted)
+        monkeypatch.setattr(linear_op, "multiprocessors", lambda device: 132)
         return calls
 
     @EXAMPLES
     @given(
-        st.integers(0, 70),
+        TOKENS,
         st.lists(st.sampled_from([1, 17, 64, 520]), min_size=1, max_size=4),
         st.sampled_from([24, 128, 512, 1152]),
         st.booleans(),
@@ -111,14 +116,22 @@ class TestChoosing:
             torch.testing.assert_close(got.double(), expected, rtol=4e-3, atol=1.2e-2)
 
     def test_what_is_left_to_the_library(self) -> None:
-        """Columns that are not aligned; at many rows of x, few rows of a weight that are long."""
+        """Columns that are not aligned; at many rows of x, few rows of a weight that are long; one weight."""
         given = ((4, [4096], 1000), (1, [4096], 4104), (4, [4096], 112), (4, [496], 512), (33, [2048], 4096))
+        given += ((65, [4096], 512), (65, [4096, 4416], 512), (129, [512, 512], 512))
         assert all(usual_config(tokens, rows, columns) is None for tokens, rows, columns in given)
         assert usual_config(33, [2048], 4080) and usual_config(32, [2048], 4096)
+        assert usual_config(65, [4096, 4352], 512)
+
+    @pytest.mark.parametrize("wide, served", [(14336, True), (8192, True), (18944, False), (2560, False)])
+    def test_a_swiglu_of_many_rows_has_blocks_where_they_fill_their_rounds(
+        self, wide: int, served: bool
+    ) -> None:
+        assert (usual_config(128, [wide, wide], 4096, gated=True) is not None) == served
 
     @EXAMPLES
     @given(
-        st.integers(0, 70),
+        TOKENS,
         st.sampled_from([1, 2, 17, 260]),
         st.sampled_from([24, 128, 512, 1152]),
         st.booleans(),
@@ -171,12 +184,14 @@ class TestChoosing:
         assert linears(x[:, :0].expand(3, 0), [none], [None])[0].eq(0).all()
 
     def test_few_rows_have_kernels_of_ours(self, served: list[tuple[int, int]]) -> None:
-        for tokens in (MAX_TOKENS + 1, MAX_TOKENS, 2, 1, 0):
+        for tokens in (129, 128, MAX_TOKENS + 1, MAX_TOKENS, 2, 1, 0):
             x, weight, bias = operands(tokens, 512, 128, DTYPES[0])
             linears(x, [weight, weight], [None, None])
+            if tokens > MAX_TOKENS:
+                linears(x, [weight], [None])
             linears(x, [weight, weight], [None, bias])  # one launch adds all biases or none
             linears(x, [weight.t().contiguous().t()], [None])  # strided weights are the library's
-        assert served == [(MAX_TOKENS, 2), (2, 2), (1, 2)]
+        assert served == [(tokens, 2) for tokens in (128, MAX_TOKENS + 1, MAX_TOKENS, 2, 1)]
 
     def test_compiled_code_of_all_sizes_asks_at_each_call(self, served: list[tuple[int, int]]) -> None:
         _, weight, bias = operands(1, 512, 128, DTYPES[0])
@@ -188,10 +203,10 @@ class TestChoosing:
 
         with torch.no_grad():
             fast = pg.compile(model, capture_sizes=[1, 4], token_dim={"x": 0})
-            for tokens in (4, 1, 3, 90):
+            for tokens in (4, 1, 3, 130):
                 x = operands(tokens, 1, 128, DTYPES[0])[0]
                 torch.testing.assert_close(fast(x), model(x), rtol=2e-2, atol=6e-2)
-        assert {tokens for tokens, _ in served} >= {1, 4} and not any(t > MAX_TOKENS for t, _ in served)
+        assert {tokens for tokens, _ in served} >= {1, 4} and not any(t > 128 for t, _ in served)
         assert {members for _, members in served} == {1, 2}
 
     @pytest.mark.parametrize("case", ["rows", "columns", "halves"])

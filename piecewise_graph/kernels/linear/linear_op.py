@@ -17,7 +17,6 @@ from piecewise_graph.kernels.launch import dependent_launches, interpreted, kern
 from piecewise_graph.kernels.linear import linear_launch
 from piecewise_graph.kernels.linear.kernel_configs import (
     INVARIANT,
-    MAX_TOKENS,
     SHARED_MEMORY,
     KernelConfig,
     usual_config,
@@ -81,9 +80,9 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, config: list[int]) -> Tens
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
     """`torch.nn.functional.linear` of one input and each weight, by our kernels where they are faster.
 
-    That is so up to 64 rows, on Hopper and its like: cuBLAS launches a kernel per weight, and starts it when
-    the kernel before has ended. Under `torch.use_deterministic_algorithms` one of ours serves any number of
-    rows (`INVARIANT`).
+    That is so up to 64 rows, on Hopper and its like, and up to 128 where one launch serves several weights:
+    cuBLAS launches a kernel per weight, and starts it when the kernel before has ended. Under
+    `torch.use_deterministic_algorithms` one of ours serves any number of rows (`INVARIANT`).
 
     Args:
         x: `[..., columns]`.
@@ -127,8 +126,6 @@ def chosen(
     """Blocks of our kernel for so many tokens; None = cuBLAS serves them."""
     if torch.are_deterministic_algorithms_enabled():
         return INVARIANT
-    if tokens > MAX_TOKENS:
-        return None
     return usual_config(tokens, rows, columns, gated=gated, processors=multiprocessors(device))
 
 
