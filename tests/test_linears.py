@@ -47,6 +47,7 @@ RULES = [
     (33, False, (512,), 528, 7, "64 128 1 4 5 1 4 0"), (33, False, (256, 256), 528, 40, "64 128 1 4 5 1 4 0"),
     (65, False, (256, 200, 56), 528, 8, "64 64 1 4 6 1 4 0"),
     (128, True, (256, 256), 528, 5, "128 64 1 4 5 1 4 0"),
+    (128, True, (256, 256), 528, 3, "128 64 1 4 3 1 4 0"),
 ]  # fmt: skip
 
 
@@ -123,11 +124,13 @@ class TestChoosing:
         assert usual_config(33, [2048], 4080) and usual_config(32, [2048], 4096)
         assert usual_config(65, [4096, 4352], 512)
 
-    @pytest.mark.parametrize("wide, served", [(14336, True), (8192, True), (18944, False), (2560, False)])
-    def test_a_swiglu_of_many_rows_has_blocks_where_they_fill_their_rounds(
-        self, wide: int, served: bool
+    @pytest.mark.parametrize("wide, stages", [(8192, 5), (8960, 3), (13440, 3), (13568, 5), (16896, 5)])
+    def test_blocks_of_a_swiglu_of_many_rows_share_processors_where_rounds_are_not_full(
+        self, wide: int, stages: int
     ) -> None:
-        assert (usual_config(128, [wide, wide], 4096, gated=True) is not None) == served
+        config = usual_config(128, [wide, wide], 4096, gated=True)
+        assert config is not None and (config.block_n, config.stages) == (128, stages)
+        assert usual_config(128, [16960, 16960], 4096, gated=True) is None
 
     @EXAMPLES
     @given(
@@ -157,7 +160,8 @@ class TestChoosing:
         found, expected = swiglu(x, [gate, up], biases), unfused(torch.float64)
         assert found.dtype == dtype and found.is_contiguous() and found.shape == expected.shape
         rounds = dtype == torch.float16 or not INTERPRETED  # the interpreter cuts bfloat16 off
-        if expected.numel() > 1000 and dtype != torch.float32 and rounds:
+        # A mean over fewer results hangs on the largest of them.
+        if expected.numel() > 4000 and dtype != torch.float32 and rounds:
             error, theirs = ((y.double() - expected).square().mean() for y in (found, unfused(dtype)))
             assert error <= 1.1 * theirs
         torch.testing.assert_close(found.double(), expected, rtol=3e-2, atol=6e-2)
