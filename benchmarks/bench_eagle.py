@@ -201,7 +201,8 @@ def _marks(
     marks = []
     limit = ROUND_LIMITS.get((shape, batch)) if kind == "eagle1" and accept_length == 1.0 else None
     if limit is not None:
-        name = f"{shape} round of {STEPS} steps, EAGLE-1 head, {batch} requests, times the floor"
+        asked = f"{batch} request{'s' if batch > 1 else ''}"
+        name = f"{shape} round of {STEPS} steps, EAGLE-1 head, {asked}, times the floor"
         marks.append(Mark(name, times["full"].median / floor, limit))
     gain = EXTEND_GAIN.get(batch)
     if shape == "1b" and gain is not None and "extend eager" in times:

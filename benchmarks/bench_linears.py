@@ -101,20 +101,21 @@ def usual(layer: Layer, tokens: int, processors: int) -> dict[str, KernelConfig 
 
 
 def others(tokens: int) -> Iterator[KernelConfig | None]:
+    """Blocks that are tried in the place of the usual ones; None is cuBLAS."""
     yield None
     if tokens == 1:
         for rows, columns, warps in _ONE_ROW:
             yield KernelConfig(rows, columns, 1, warps, 1, ahead=16 if columns == 2048 and rows == 4 else 4)
         return
-    for stages in (4, 5, 7) if tokens <= MAX_TOKENS else (3, 4, 5, 6):
-        forms = (
-            KernelConfig(64, 128, 1, 4, stages),
-            KernelConfig(128, 64, 1, 4, stages),
-            KernelConfig(64, 64, 1, 4, stages),
-            KernelConfig(32, 128, 1, 4, stages, parts=2, ahead=16),
-            KernelConfig(16, 128, 1, 4, stages, parts=4, ahead=16),
-        )
-        yield from (config for config in forms if shared_memory(config, tokens) <= SHARED_MEMORY)
+    forms = [KernelConfig(64, 128, 1, 4, 0), KernelConfig(128, 64, 1, 4, 0)]
+    if tokens > MAX_TOKENS:
+        forms += [KernelConfig(64, 64, 1, 4, 0)]
+    else:
+        forms += [KernelConfig(32, 128, 1, 4, 0, parts=2, ahead=16)]
+        forms += [KernelConfig(16, 128, 1, 4, 0, parts=4, ahead=16)]
+    for stages in (3, 4, 5, 6) if tokens > MAX_TOKENS else (4, 5, 7):
+        made = [form._replace(stages=stages) for form in forms]
+        yield from (config for config in made if shared_memory(config, tokens) <= SHARED_MEMORY)
 
 
 def shared_memory(config: KernelConfig, tokens: int) -> int:

@@ -29,7 +29,7 @@ def test_capture() -> None:
     assert row["capture_s"] == 2.0 and row["turns_s"] == [3.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 32, 64])
+@pytest.mark.parametrize("tokens", [1, 4, 32, 64, 128])
 def test_linears(tokens: int) -> None:
     """Needs a GPU for its times. What it compares is known without one."""
     benchmark = importlib.import_module("benchmarks.bench_linears")

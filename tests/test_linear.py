@@ -125,7 +125,10 @@ def test_usual_blocks_are_for_aligned_columns(
         assert config is None or (wide % 16 == 0 and config.splits == 1)
         assert config is None or config.block_n % 2 == 0 or not gated
     config = usual_config(tokens, [4096, 4096], columns * 16 + 512, gated=gated, processors=processors)
-    assert config is not None or tokens > MAX_TOKENS
+    many, long = tokens > MAX_TOKENS, columns * 16 + 512 > 4096
+    blocks, rounds = (64, 2) if gated else (128, 1)
+    few = blocks <= rounds * processors and not (long and 2 * blocks < processors)
+    assert (config is not None) == (not many or (tokens <= 128 and few))
 
 
 # Rows of weights, columns, gated or not, of layers of Llama-3.2-1B, Llama-3-8B, Qwen2.5 and Llama-2.
@@ -281,6 +284,8 @@ def test_usual_blocks_fit_the_shared_memory_that_is_asked_for(tokens: int) -> No
             codes.append(code_before_a_norm(constants, **launch))
         for code in codes:
             assert code.metadata.shared <= SHARED_MEMORY, config
+            if tokens > MAX_TOKENS and config.stages == 3:  # two blocks share a multiprocessor of Hopper
+                assert 2 * (code.metadata.shared + 1024) <= 233472
 
 
 @given(st.integers(1, 100), st.integers(1, 5000), st.integers(1, 20000))

@@ -119,7 +119,7 @@ class TestChoosing:
     def test_what_is_left_to_the_library(self) -> None:
         """Columns that are not aligned; at many rows of x, few rows of a weight that are long; one weight."""
         given = ((4, [4096], 1000), (1, [4096], 4104), (4, [4096], 112), (4, [496], 512), (33, [2048], 4096))
-        given += ((65, [4096], 512), (65, [4096, 4416], 512), (129, [512, 512], 512))
+        given += ((65, [4096], 512), (65, [4096, 4416], 512), (129, [512, 512], 512), (65, [1024, 256], 8192))
         assert all(usual_config(tokens, rows, columns) is None for tokens, rows, columns in given)
         assert usual_config(33, [2048], 4080) and usual_config(32, [2048], 4096)
         assert usual_config(65, [4096, 4352], 512)

@@ -92,7 +92,7 @@ class TestOp:
 
     @EXAMPLES
     @given(
-        st.integers(0, 70),
+        st.integers(0, 70) | st.integers(65, 130),
         st.sampled_from([24, 128, 528, 1152]),
         st.sampled_from([64, 512, 528, 640]),
         st.lists(st.sampled_from([1, 17, 520]), min_size=1, max_size=4),

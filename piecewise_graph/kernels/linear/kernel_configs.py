@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_TOKENS = 64  # that all kernels serve
-_MANY_TOKENS = 128  # that one launch of several weights serves
+MANY_TOKENS = 128  # that one launch of several weights serves
 ALIGNMENT = 16  # columns; of a multiple of them the kernels load 16 bytes at a time
 PROCESSORS = 132  # of an H100 or H200
 _FULL = 0.8  # of the places of all rounds; between 0.75 and 0.82 of those measured
@@ -25,7 +25,7 @@ class KernelConfig(NamedTuple):
         stages: loads in flight, of the kernel for several tokens.
         parts: of a step's columns, each for warps of its own; of the kernel for several tokens.
         ahead: lines of each row that are asked for before the kernel waits for the one before; a power of 2.
-        tile: rows of x per program; 0 = all of them, at most MAX_TOKENS.
+        tile: rows of x per program; 0 = all of them.
     """
 
     block_n: int
@@ -69,7 +69,7 @@ def candidates(tokens: int, rows: int, columns: int) -> list[KernelConfig]:
 def usual_config(
     tokens: int, rows: Sequence[int], columns: int, *, gated: bool = False, processors: int = PROCESSORS
 ) -> KernelConfig | None:
-    """What is fastest for weights `[rows[i], columns]`, as measured on H100s; None: the library's kernel.
+    """What is fastest for weights `[rows[i], columns]`, as measured on Hopper; None: the library's kernel.
 
     Measured were the four launches of a layer in turn, as a decode step has them, of models from 0.4 to 14
     billion weights on 132 multiprocessors (bench_linears). Where blocks would leave many multiprocessors
@@ -80,14 +80,14 @@ def usual_config(
         gated: the weights are those of a SwiGLU.
         processors: multiprocessors of the device. With other counts the rules are not measured.
     """
-    if columns % ALIGNMENT or tokens > _MANY_TOKENS:
+    if columns % ALIGNMENT or tokens > MANY_TOKENS:
         return None
     if tokens == 1 and min(rows) > 1 and columns >= 512:
         return _of_one_row(sum(rows), columns, processors)
     if columns < 128 or sum(rows) < 512:
         return None
     if tokens > MAX_TOKENS:
-        return _of_many_tokens(sum(rows), gated, processors) if len(rows) > 1 else None
+        return _of_many_tokens(sum(rows), columns, gated, processors) if len(rows) > 1 else None
     if gated and sum(rows) >= 32 * processors:
         return _of_swiglu(tokens, sum(rows), columns, processors)
     if tokens > 32 and len(rows) == 1 and rows[0] <= min(32 * processors, columns // 2):
@@ -132,14 +132,15 @@ def _of_swiglu(tokens: int, rows: int, columns: int, processors: int) -> KernelC
     return KernelConfig(block_n, block_k, 1, 4, _stages(tokens))
 
 
-def _of_many_tokens(rows: int, gated: bool, processors: int) -> KernelConfig | None:
-    """Where one launch replaces several of cuBLAS, which alone reads x less often than our kernels do.
+def _of_many_tokens(rows: int, columns: int, gated: bool, processors: int) -> KernelConfig | None:
+    """Only where one launch replaces several: a single product of cuBLAS reads x less often than ours.
 
-    Measured on an H200. Blocks of a SwiGLU are at most two rounds. Where these leave a fifth of their places
-    empty, pairs of blocks share a multiprocessor, whose memory holds three stages of each.
+    Measured with 128 rows of x on an H200. Blocks are at most one round, those of a SwiGLU two. Where two
+    rounds leave a fifth of their places empty, pairs of blocks share a multiprocessor, whose memory holds
+    three stages of each. Few blocks of long rows are cuBLAS's, which cuts the columns.
     """
     blocks = -(-rows // (128 if gated else 64))
-    if blocks > (2 if gated else 1) * processors:
+    if blocks > (2 if gated else 1) * processors or (columns > 4096 and 2 * blocks < processors):
         return None
     if not gated:
         return KernelConfig(64, 64, 1, 4, 6)

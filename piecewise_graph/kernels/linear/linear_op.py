@@ -17,6 +17,7 @@ from piecewise_graph.kernels.launch import dependent_launches, interpreted, kern
 from piecewise_graph.kernels.linear import linear_launch
 from piecewise_graph.kernels.linear.kernel_configs import (
     INVARIANT,
+    MANY_TOKENS,
     SHARED_MEMORY,
     KernelConfig,
     usual_config,
@@ -134,13 +135,15 @@ def compile_ahead(
 ) -> None:
     """Have the kernels compiled in other threads that `linears`, or `swiglu`, will use for some sizes.
 
+    Those of more rows than ours serve are always among them: calls of prompts without a graph have so many.
+
     Args:
         like: a tensor of the dtype, and on the device, of all operands.
         sizes: rows of x.
         rows: of each weight. columns: of all.
     """
     ours = serves(like)
-    for tokens in filter(None, sizes):
+    for tokens in {*filter(None, sizes), MANY_TOKENS + 1}:
         config = chosen(like.device, tokens, rows, columns, gated) if ours else None
         if config is not None:
             linear_launch.compile_ahead(config, like, tokens, columns, has_bias, gated)

@@ -14,7 +14,7 @@ from torch import Tensor
 from piecewise_graph.kernels.added_norm import add_norm, planned
 from piecewise_graph.kernels.launch import multiprocessors
 from piecewise_graph.kernels.linear import linear_launch, linear_op
-from piecewise_graph.kernels.linear.kernel_configs import KernelConfig, before_norm
+from piecewise_graph.kernels.linear.kernel_configs import MANY_TOKENS, KernelConfig, before_norm
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
 _library.define(
@@ -110,7 +110,7 @@ def compile_ahead(
 ) -> None:
     """Have the kernels compiled in other threads that `linear_norm_linears` will use for some sizes.
 
-    Where it is not two launches, the kernel of a norm is among them.
+    Where it is not two launches, as for many rows, the kernel of a norm is among them.
 
     Args:
         like: a tensor of the dtype, and on the device, of all operands.
@@ -120,7 +120,7 @@ def compile_ahead(
     """
     count, columns = weight
     row = like.new_empty(1, count)
-    for tokens in filter(None, sizes):
+    for tokens in {*filter(None, sizes), MANY_TOKENS + 1}:
         configs = None
         if linear_op.serves(like):
             added = linear_op.chosen(like.device, tokens, [count], columns, False)
