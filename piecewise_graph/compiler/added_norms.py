@@ -67,7 +67,8 @@ def erase(graph: Graph, node: Node) -> None:
     """It, and the calls that only it has read. The caller knows that they have no effect."""
     if node.op in ("placeholder", "get_attr") or node.users:
         return
-    sources = [source for source in node.all_input_nodes if len(source.users) == 1]  # else it has others
+    # What others read as well is erased with the last of them.
+    sources = [source for source in node.all_input_nodes if len(source.users) == 1]
     graph.erase_node(node)
     for source in sources:
         erase(graph, source)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MAX_TOKENS = 64  # that all kernels serve
-MANY_TOKENS = 128  # that one launch of several weights serves
+MAX_TOKENS = 64  # rows of x that every kernel serves
+MANY_TOKENS = 128  # rows of x that a launch for several weights serves
 ALIGNMENT = 16  # columns; of a multiple of them the kernels load 16 bytes at a time
 PROCESSORS = 132  # of an H100 or H200
 _FULL = 0.8  # of the places of all rounds; between 0.75 and 0.82 of those measured

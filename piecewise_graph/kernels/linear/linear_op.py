@@ -135,7 +135,7 @@ def compile_ahead(
 ) -> None:
     """Have the kernels compiled in other threads that `linears`, or `swiglu`, will use for some sizes.
 
-    Those of more rows than ours serve are always among them: calls of prompts without a graph have so many.
+    What more rows take than ours serve is always among them: prompts without a graph may have so many.
 
     Args:
         like: a tensor of the dtype, and on the device, of all operands.
