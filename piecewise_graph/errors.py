@@ -543,7 +543,7 @@ class FreezeError(PiecewiseError):
     @classmethod
     def kind(cls, name: str, found: str, expected: str) -> FreezeError:
         what = f"argument {name!r} is {found}, but the model was frozen with {expected}."
-        return cls(what, "pass the same kind of input; its tokens may be others, where the graph reads it.")
+        return cls(what, "pass the same kind of input; its token count may differ, where the graph reads it.")
 
     @classmethod
     def constant(cls, name: str, found: object, expected: object) -> FreezeError:
