@@ -108,7 +108,7 @@ def config_for(
 ) -> KernelConfig | None:
     """Blocks for operands that our kernels read. Whatever else there is, torch computes or refuses it."""
     columns = x.shape[-1] if x.dim() else 0
-    if not serves(x) or not columns or not x.numel():
+    if not serves(x) or not columns or not x.numel():  # the rest is looked at where it may be ours
         return None
     rows = []
     for weight, bias in zip(weights, biases, strict=True):
@@ -118,16 +118,16 @@ def config_for(
         if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
             return None
         rows.append(weight.shape[0])
-    return chosen(x.device, x.numel() // columns, rows, columns, gated)
+    return chosen(x, x.numel() // columns, rows, columns, gated)
 
 
-def chosen(
-    device: torch.device, tokens: int, rows: Sequence[int], columns: int, gated: bool
-) -> KernelConfig | None:
-    """Blocks of our kernel for so many tokens; None = cuBLAS serves them."""
+def chosen(like: Tensor, tokens: int, rows: Sequence[int], columns: int, gated: bool) -> KernelConfig | None:
+    """Blocks of our kernel for so many tokens of `like`'s kind; None = the library serves them."""
+    if not serves(like):
+        return None
     if torch.are_deterministic_algorithms_enabled():
         return INVARIANT
-    return usual_config(tokens, rows, columns, gated=gated, processors=multiprocessors(device))
+    return usual_config(tokens, rows, columns, gated=gated, processors=multiprocessors(like.device))
 
 
 def compile_ahead(
@@ -142,9 +142,8 @@ def compile_ahead(
         sizes: rows of x.
         rows: of each weight. columns: of all.
     """
-    ours = serves(like)
     for tokens in {*filter(None, sizes), MANY_TOKENS + 1}:
-        config = chosen(like.device, tokens, rows, columns, gated) if ours else None
+        config = chosen(like, tokens, rows, columns, gated)
         if config is not None:
             linear_launch.compile_ahead(config, like, tokens, columns, has_bias, gated)
         elif gated:

@@ -14,7 +14,7 @@ from torch import Tensor
 from piecewise_graph.kernels.added_norm import add_norm, planned
 from piecewise_graph.kernels.launch import multiprocessors
 from piecewise_graph.kernels.linear import linear_launch, linear_op
-from piecewise_graph.kernels.linear.kernel_configs import MANY_TOKENS, KernelConfig, before_norm
+from piecewise_graph.kernels.linear.kernel_configs import KernelConfig, before_norm
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
 _library.define(
@@ -110,7 +110,7 @@ def compile_ahead(
 ) -> None:
     """Have the kernels compiled in other threads that `linear_norm_linears` will use for some sizes.
 
-    Where it is not two launches, as for many rows, the kernel of a norm is among them.
+    The kernel of a norm is always among them: with more rows than ours serve, it is not two launches.
 
     Args:
         like: a tensor of the dtype, and on the device, of all operands.
@@ -119,21 +119,20 @@ def compile_ahead(
         has_biases: of the first linear, of the others.
     """
     count, columns = weight
-    row = like.new_empty(1, count)
-    for tokens in {*filter(None, sizes), MANY_TOKENS + 1}:
-        configs = None
-        if linear_op.serves(like):
-            added = linear_op.chosen(like.device, tokens, [count], columns, False)
-            after = linear_op.chosen(like.device, tokens, rows, count, gated)
-            configs = _deferring(like, added, after, count, tokens)
+    row, apart = like.new_empty(1, count), list[int]()
+    for tokens in filter(None, sizes):
+        added = linear_op.chosen(like, tokens, [count], columns, False)
+        after = linear_op.chosen(like, tokens, rows, count, gated)
+        configs = _deferring(like, added, after, count, tokens)
         if configs is None:
-            linear_op.compile_ahead(like, [tokens], [count], columns, has_bias=has_biases[0], gated=False)
-            linear_op.compile_ahead(like, [tokens], rows, count, has_bias=has_biases[1], gated=gated)
-            planned(row, row, row[0], row, row, 1.0).compile_ahead()
+            apart.append(tokens)
         else:
             summed = linear_launch.blocks_of(configs.added, count)
             linear_launch.compile_added_ahead(configs.added, like, tokens, columns, has_biases[0])
             linear_launch.compile_ahead(configs.after, like, tokens, count, has_biases[1], gated, summed)
+    linear_op.compile_ahead(like, apart, [count], columns, has_bias=has_biases[0], gated=False)
+    linear_op.compile_ahead(like, apart, rows, count, has_bias=has_biases[1], gated=gated)
+    planned(row, row, row[0], row, row, 1.0).compile_ahead()
 
 
 _library.impl("linear_norm_linears", _linear_norm_linears, "CompositeExplicitAutograd")
