@@ -82,14 +82,14 @@ def tile_batch(
     each = -(-max_query_len // block_q)
     blocks = max(min(requests * each, num_tokens // block_q + requests), 1)
     few = not traits.deterministic and blocks * traits.kv_heads * 8 <= processors
-    block_n, warps, stages = _tile(block_m, dim * itemsize, itemsize, few)
+    block_n, warps, stages, each_processor = _tile(block_m, dim * itemsize, itemsize, few)
     min_tiles = max(_MIN_SPLIT // block_n, 1)
     rows = min(triton.next_power_of_2(min(block_q, max_query_len) * group), 16, 4096 // dim)
-    parts = max(min(_COMBINED * max(warps, 4) // (rows * dim), 32), 1)
+    parts = max(min(_COMBINED * warps // (rows * dim), 32), 1)
     # One tile more than the span fills: a window may begin within one.
     tiles = -(-span // block_n) + 1
     max_splits = min(-(-tiles // min_tiles), parts + tiles // 16)  # as the kernel has it
-    slots = max(processors * _PROGRAMS_EACH[block_m] // traits.kv_heads, 1)
+    slots = max(processors * each_processor // traits.kv_heads, 1)
     split = not traits.deterministic and span > _MIN_SPLIT and (block_m <= 32 or blocks < slots)
     target = blocks * _splits(blocks, slots, max_splits)
     items = min(blocks * max_splits, blocks + target) if split else blocks
@@ -103,9 +103,6 @@ def tile_batch(
 _INVARIANT_ROWS = 64  # packed rows per tile; see Note [One order]
 _MIN_SPLIT = 128  # tokens; below, combining costs more than the split saves
 _COMBINED = 2048  # floats of partial results in registers, per warp
-
-# Programs that one multiprocessor runs at a time, by block_m: limited by registers and shared memory.
-_PROGRAMS_EACH = {16: 4, 32: 2, 64: 2, 128: 1}
 
 
 def _splits(blocks: int, slots: int, max_splits: int) -> int:
@@ -125,16 +122,18 @@ def _block_m(packed: int, group: int, itemsize: int) -> int:
     return max(min(block, fits), triton.next_power_of_2(group))
 
 
-def _tile(block_m: int, row_bytes: int, itemsize: int, few: bool) -> tuple[int, int, int]:
-    """block_n, warps, stages: the fastest measured among those that fit.
+def _tile(block_m: int, row_bytes: int, itemsize: int, few: bool) -> tuple[int, int, int, int]:
+    """block_n, warps, stages, and how many such programs a multiprocessor runs at a time.
 
-    Decode wants small tiles, many of them in flight at a time; more rows want larger ones. Where `few`
-    programs leave most multiprocessors idle, more warps make each program faster. float32 stays on the
-    ordinary units, whose operands take many registers.
+    The fastest measured. With short contexts each tile costs a latency, so tiles are large; with long ones
+    many of them have to be in flight. 16 KiB of K in three stages serve both. Where `few` programs leave most
+    multiprocessors idle, tiles are twice as large. float32 stays on the ordinary units, whose operands take
+    many registers.
     """
     if itemsize == 4:
-        return 32 if block_m == 16 else 16, 8, 2
-    if block_m == 16:
-        return max(min(8192 // row_bytes, 64), 32), 4, 3
-    warps = 8 if block_m == 128 or (block_m == 32 and few) else 4
-    return 64 if row_bytes <= 256 else 32, warps, 3
+        return (32, 8, 2, 4) if block_m == 16 else (16, 8, 2, 2)
+    if block_m == 16 or (few and block_m == 32):
+        k_bytes, stages, each = (32768, 2, 1) if few else (16384, 3, 2)
+        return min(k_bytes // row_bytes, 128), 8, stages, each
+    block_n = 64 if row_bytes <= 256 else 32
+    return (block_n, 8, 3, 1) if block_m == 128 else (block_n, 4, 3, 2)
