@@ -235,8 +235,8 @@ def test_kernels_wait_before_they_touch_memory(case: str, triton_code: Callable[
         sources = triton_code(_reused, *(torch.randn(n, 8192) for n in (1, 1, 1, 8192)))
     assert sources
     for source in sources:
-        wait = source.find("gdc_wait")
-        assert 0 <= wait < min(m.start() for m in re.finditer(r"tl\.(load|store|atomic)", source))
+        start, wait = source.find("gdc_launch_dependents"), source.find("gdc_wait")
+        assert 0 <= start < wait < min(m.start() for m in re.finditer(r"tl\.(load|store|atomic)", source))
 
 
 class Scaled(nn.Module):

@@ -26,7 +26,7 @@ _PATCHES = {"triton.cudagraphs": False, "freezing": False}
 _LARGEST_SAMPLE = 2**28  # bytes
 
 # Inductor's cache must not give us kernels that it made without `kernels_wait_first`: another key.
-_KEY = {"kernel_name_max_ops": 11}
+_KEY = {"kernel_name_max_ops": 12}
 _WAITING_FIRST = threading.RLock()  # one at a time changes Inductor's class
 
 
@@ -124,7 +124,8 @@ def kernels_wait_first() -> Iterator[None]:
     On Hopper and later a kernel may be launched as a dependent of the one before. It is resident when that
     one ends, and waits for it before it touches memory (kernels/dependent.py). Inductor has its kernels wait
     where they first read results of the kernel before. That is never if they read none, and too late if they
-    overwrite memory that the kernel before still reads.
+    overwrite memory that the kernel before still reads. Its kernels let their own dependents start after the
+    wait; those wait too, so they may start at once.
     """
     from torch._inductor.codegen import triton
 
@@ -133,7 +134,7 @@ def kernels_wait_first() -> Iterator[None]:
     def wait_first(self: Any, code: Any) -> None:
         theirs(self, code)
         if self._enable_pdl_codegen():
-            marks = self.GDC_WAIT, self.GDC_LAUNCH
+            marks = self.GDC_LAUNCH, self.GDC_WAIT
             code._lines = [*marks, *(line for line in code._lines if str(line).strip() not in marks)]
 
     with _WAITING_FIRST:

@@ -42,7 +42,7 @@ from torch.fx import GraphModule, Node
 from piecewise_graph import _torch
 
 # Counts up when what is stored, or how segments are compiled, changes.
-FORMAT = 6
+FORMAT = 7
 
 
 @dataclass(frozen=True)
