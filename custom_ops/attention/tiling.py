@@ -13,6 +13,12 @@ In deterministic calls the sums over a row's tokens have one order, whatever bat
 one size, begin at multiples of it, and are not split over programs. The same code computes all of them: with
 no mask in between, a compiler may fuse a multiplication with the subtraction after it. A tile that a row sees
 nothing of changes nothing. Few requests with long contexts then leave most multiprocessors idle.
+
+Note [Shared memory beside one row]
+A kernel with more than 48 KiB of shared memory has a multiprocessor keep most of its memory for that, until
+it is idle. In a chain of dependent launches it never is. Linears of one row read their weight through the
+first-level cache, which is the rest of that memory. They lost up to a fifth of their speed (Llama-3-8B, one
+request: a step of 3.92 ms became 4.15). So beside them the kernel takes 48 KiB at most.
 """
 
 from __future__ import annotations
@@ -82,7 +88,7 @@ def tile_batch(
     each = -(-max_query_len // block_q)
     blocks = max(min(requests * each, num_tokens // block_q + requests), 1)
     few = not traits.deterministic and blocks * traits.kv_heads * 8 <= processors
-    block_n, warps, stages, each_processor = _tile(block_m, dim * itemsize, itemsize, few)
+    block_n, warps, stages, each_processor = _tile(block_m, dim * itemsize, itemsize, few, num_tokens == 1)
     min_tiles = max(_MIN_SPLIT // block_n, 1)
     rows = min(triton.next_power_of_2(min(block_q, max_query_len) * group), 16, 4096 // dim)
     parts = max(min(_COMBINED * warps // (rows * dim), 32), 1)
@@ -122,18 +128,21 @@ def _block_m(packed: int, group: int, itemsize: int) -> int:
     return max(min(block, fits), triton.next_power_of_2(group))
 
 
-def _tile(block_m: int, row_bytes: int, itemsize: int, few: bool) -> tuple[int, int, int, int]:
+def _tile(block_m: int, row_bytes: int, itemsize: int, few: bool, one_row: bool) -> tuple[int, int, int, int]:
     """block_n, warps, stages, and how many such programs a multiprocessor runs at a time.
 
     The fastest measured. With short contexts each tile costs a latency, so tiles are large; with long ones
-    many of them have to be in flight. 16 KiB of K in three stages serve both. Where `few` programs leave most
-    multiprocessors idle, tiles are twice as large. float32 stays on the ordinary units, whose operands take
-    many registers.
+    many of them have to be in flight. 16 KiB of K in three stages serve both, in two where `few` programs
+    leave most multiprocessors idle. Other calls of one row have smaller tiles (Note [Shared memory beside one
+    row]). float32 stays on the ordinary units, whose operands take many registers.
     """
     if itemsize == 4:
         return (32, 8, 2, 4) if block_m == 16 else (16, 8, 2, 2)
-    if block_m == 16 or (few and block_m == 32):
-        k_bytes, stages, each = (32768, 2, 1) if few else (16384, 3, 2)
-        return min(k_bytes // row_bytes, 128), 8, stages, each
+    if few and block_m <= 32:
+        return min(16384 // row_bytes, 128), 8, 2, 2
+    if one_row and block_m == 16:
+        return min(8192 // row_bytes, 64), 4, 3, 4
+    if block_m == 16:
+        return min(16384 // row_bytes, 128), 8, 3, 2
     block_n = 64 if row_bytes <= 256 else 32
     return (block_n, 8, 3, 1) if block_m == 128 else (block_n, 4, 3, 2)
