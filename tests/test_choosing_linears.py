@@ -76,16 +76,25 @@ def _product(graph: Graph, gate: Node, up: Node, swapped: bool = False) -> Node:
 def _swiglu_graph(case: str) -> GraphModule:
     graph = Graph()
     x, first, second, b = map(graph.placeholder, ("x", "first", "second", "b"))
-    rows = {"halves": 16, "odd halves": 16, "other rows": 1}.get(case, 8)
+    rows = {"other rows": 1}.get(case, 16 if "halves" in case or "chunk" in case else 8)
     for node, shape in zip((x, first, second, b), ((4, 6), (rows, 6), (8, 6), (rows,)), strict=True):
         node.meta["example_value"] = _empty(*shape)
-    bias = b if "halves" in case or case == "bias" else None
+    bias = b if "halves" in case or "chunk" in case or case == "bias" else None
     gate = graph.call_function(functional.linear, (x, first, bias))
     others: list[Node] = []
     if "halves" in case:
         middle = 8 if case == "halves" else 7
         parts = (..., slice(None, middle)), (..., slice(middle, 14 if middle == 7 else None))
         gate, up = (graph.call_function(operator.getitem, (gate, part)) for part in parts)
+    elif "chunk" in case:
+        count = 4 if case == "four chunks" else 2
+        dim = 0 if case == "chunks of rows" else -1
+        if case == "torch.chunk":
+            chunks = graph.call_function(torch.chunk, (gate, count, dim))
+        else:
+            chunks = graph.call_method("chunk", (gate, count), {"dim": dim})
+        gate, up = (graph.call_function(operator.getitem, (chunks, index)) for index in (0, 1))
+        others = [gate] if case == "chunk read elsewhere" else []
     else:
         up = graph.call_function(functional.linear, (x, second, bias))
         others = [gate] if case == "read elsewhere" else []
@@ -93,10 +102,11 @@ def _swiglu_graph(case: str) -> GraphModule:
     return GraphModule({}, graph)
 
 
-GATED = ["plain", "swapped", "bias", "halves"]
+GATED = ["plain", "swapped", "bias", "halves", "chunks", "torch.chunk"]
+CHUNKS = ["four chunks", "chunks of rows", "chunk read elsewhere"]
 
 
-@pytest.mark.parametrize("case", [*GATED, "read elsewhere", "odd halves", "other rows"])
+@pytest.mark.parametrize("case", [*GATED, *CHUNKS, "read elsewhere", "odd halves", "other rows"])
 def test_a_gated_product_is_one_call(case: str) -> None:
     gm = _swiglu_graph(case)
     made = choosing_linears(gm)
@@ -109,6 +119,35 @@ def test_a_gated_product_is_one_call(case: str) -> None:
     given = [torch.randn(shape) for shape in shapes]
     for found, expected in zip(made(*given), gm(*given), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_left_out"),
+    [
+        ({"training": False}, True),
+        ({"p": 0.5, "training": False, "inplace": True}, True),
+        ({"p": 0.0, "training": True}, False),
+        ({"p": 0.0}, False),
+    ],
+)
+@pytest.mark.parametrize("reader", ["", "linear", "dropout"])
+def test_a_dropout_in_eval_mode_is_left_out(given: dict[str, Any], is_left_out: bool, reader: str) -> None:
+    """Unless the linear is read by others too: then a result of it and one of the dropout share memory."""
+    graph = Graph()
+    x, weight = map(graph.placeholder, ("x", "weight"))
+    for node, shape in ((x, (4, 8)), (weight, (8, 8))):
+        node.meta["example_value"] = _empty(*shape)
+    linear = graph.call_function(functional.linear, (x, weight))
+    dropped = graph.call_function(functional.dropout, (linear,), given)
+    others = {"linear": [linear], "dropout": [dropped]}.get(reader, [])
+    graph.output((graph.call_function(operator.add, (dropped, x)), *others))
+    gm = GraphModule({}, graph)
+    made = choosing_linears(gm)
+    made.graph.lint()
+    left = any(node.target is functional.dropout for node in made.graph.nodes)
+    assert left != (is_left_out and reader != "linear")
+    args = torch.randn(4, 8), torch.randn(8, 8)
+    torch.testing.assert_close(made(*args), gm(*args))
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -77,7 +77,7 @@ BUDGETS = {
     "kernels": 1223,
     "splitter": 1361,
     "analysis": 1672,
-    "compiler": 2067,
+    "compiler": 2079,
     "recorder": 1184,
     "runtime": 1439,
     "inspection": 999,

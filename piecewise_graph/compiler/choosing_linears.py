@@ -4,7 +4,7 @@ Inductor leaves a linear of a varying number of rows to cuBLAS, which is slow wh
 `piecewise::linears` and `piecewise::swiglu` look at the rows they get. When a bucket is captured, what they
 chose is part of the graph. Linears of one input are one call. Where `silu` of the one is multiplied by the
 other with `*`, and nothing else reads them, that is part of the call. The two may be halves of one linear,
-taken as slices.
+taken as slices or by `chunk`. A dropout in eval mode after a linear is left out.
 """
 
 from __future__ import annotations
@@ -71,9 +71,18 @@ def _replace(graph: Graph, linears: list[Node]) -> None:
             xs, weights, biases = zip(*map(linear_operands, ungated), strict=True)
             call = graph.call_function(torch.ops.piecewise.linears.default, (xs[0], weights, biases))
             for index, linear in enumerate(ungated):
-                _stand_in(graph.call_function(operator.getitem, (call, index)), linear)
+                _stand_in(graph.call_function(operator.getitem, (call, index)), _result(linear))
     for linear in reversed(linears):
         _erase(graph, linear)
+
+
+def _result(linear: Node) -> Node:
+    """The linear, or the dropout in eval mode that alone reads it."""
+    user = _only_user(linear)
+    if user is None or user.target is not functional.dropout:
+        return linear
+    training = user.args[2] if len(user.args) > 2 else user.kwargs.get("training", True)
+    return user if training is False else linear
 
 
 def _stand_in(made: Node, node: Node) -> None:
@@ -113,11 +122,20 @@ def _gated(linear: Node, group: list[Node]) -> _Gated | None:
 
 def _halves(linear: Node) -> list[Node]:
     """What reads `linear`, if that is its first half and its second one, in this order."""
-    middle = _rows(linear) // 2
-    parts = [(..., slice(None, middle, None)), (..., slice(middle, None, None))]
-    by_part = {repr(user.args[1]): user for user in linear.users if user.target is operator.getitem}
+    middle, source = _rows(linear) // 2, linear
+    parts: list[Any] = [(..., slice(None, middle, None)), (..., slice(middle, None, None))]
+    chunks = _only_user(linear)
+    if chunks is not None and _is_in_two(chunks):
+        source, parts = chunks, [0, 1]
+    by_part = {repr(user.args[1]): user for user in source.users if user.target is operator.getitem}
     found = [by_part[repr(part)] for part in parts if repr(part) in by_part]
-    return found if len(found) == len(linear.users) == 2 and _rows(linear) == 2 * middle else []
+    return found if len(found) == len(source.users) == 2 and _rows(linear) == 2 * middle else []
+
+
+def _is_in_two(node: Node) -> bool:
+    """It is `chunk(2, dim=-1)`, of a tensor or of torch."""
+    given = dict(zip(("chunks", "dim"), node.args[1:], strict=False)) | node.kwargs
+    return node.target in ("chunk", torch.chunk) and given == {"chunks": 2, "dim": -1}
 
 
 def _halved(graph: Graph, linears: tuple[Node, ...]) -> tuple[Any, Any, Any]:
