@@ -18,7 +18,8 @@ Note [Shared memory beside one row]
 A kernel with more than 48 KiB of shared memory has a multiprocessor keep most of its memory for that, until
 it is idle. In a chain of dependent launches it never is. Linears of one row read their weight through the
 first-level cache, which is the rest of that memory. They lost up to a fifth of their speed (Llama-3-8B, one
-request: a step of 3.92 ms became 4.15). So beside them the kernel takes 48 KiB at most.
+request: a step of 3.92 ms became 4.15). So beside them, where programs are few, the kernel takes 48 KiB at
+most.
 """
 
 from __future__ import annotations
@@ -73,13 +74,15 @@ class TiledBatch:
 
 @lru_cache(maxsize=1024)
 def tile_batch(
-    traits: Traits, requests: int, num_tokens: int, max_query_len: int, span: int, processors: int
-) -> TiledBatch:
+    traits: Traits, requests: int, num_tokens: int, max_query_len: int, span: int, processors: int,
+    *, uniform: bool = False,
+) -> TiledBatch:  # fmt: skip
     """Tiling and number of programs.
 
     Args:
         span: upper bound of the tokens that the rows of one request see.
         processors: multiprocessors of the GPU.
+        uniform: all requests have equally many rows, as in decode. Batches of prompts have one variant less.
     """
     dim, group, itemsize = triton.next_power_of_2(traits.head_dim), traits.group, traits.dtype.itemsize
     packed = _INVARIANT_ROWS if traits.deterministic else max(max_query_len, 1) * group
@@ -87,8 +90,8 @@ def tile_batch(
     block_q = block_m // group
     each = -(-max_query_len // block_q)
     blocks = max(min(requests * each, num_tokens // block_q + requests), 1)
-    few = not traits.deterministic and blocks * traits.kv_heads * 8 <= processors
-    block_n, warps, stages, each_processor = _tile(block_m, dim * itemsize, itemsize, few, num_tokens == 1)
+    programs = blocks * traits.kv_heads / processors
+    block_n, warps, stages, each_processor = _tile(block_m, dim * itemsize, itemsize, programs, uniform)
     min_tiles = max(_MIN_SPLIT // block_n, 1)
     rows = min(triton.next_power_of_2(min(block_q, max_query_len) * group), 16, 4096 // dim)
     parts = max(min(_COMBINED * warps // (rows * dim), 32), 1)
@@ -128,21 +131,26 @@ def _block_m(packed: int, group: int, itemsize: int) -> int:
     return max(min(block, fits), triton.next_power_of_2(group))
 
 
-def _tile(block_m: int, row_bytes: int, itemsize: int, few: bool, one_row: bool) -> tuple[int, int, int, int]:
+def _tile(
+    block_m: int, row_bytes: int, itemsize: int, programs: float, uniform: bool
+) -> tuple[int, int, int, int]:
     """block_n, warps, stages, and how many such programs a multiprocessor runs at a time.
 
-    The fastest measured. With short contexts each tile costs a latency, so tiles are large; with long ones
-    many of them have to be in flight. 16 KiB of K in three stages serve both, in two where `few` programs
-    leave most multiprocessors idle. Other calls of one row have smaller tiles (Note [Shared memory beside one
-    row]). float32 stays on the ordinary units, whose operands take many registers.
+    The fastest measured. Decode wants small tiles, many of them in flight at a time; more rows want larger
+    ones. With large tiles and more warps a program is faster. Decode gains by that where a few programs leave
+    most multiprocessors idle, and where one round of them serves all requests, unsplit. float32 stays on the
+    ordinary units, whose operands take many registers.
+
+    Args:
+        programs: per multiprocessor, where nothing is split.
     """
     if itemsize == 4:
         return (32, 8, 2, 4) if block_m == 16 else (16, 8, 2, 2)
-    if few and block_m <= 32:
+    if block_m <= 32 and programs <= 1 / 8:
         return min(16384 // row_bytes, 128), 8, 2, 2
-    if one_row and block_m == 16:
-        return min(8192 // row_bytes, 64), 4, 3, 4
-    if block_m == 16:
+    if block_m == 16 and 1 < programs <= 2 and uniform:
         return min(16384 // row_bytes, 128), 8, 3, 2
+    if block_m == 16:
+        return max(min(8192 // row_bytes, 64), 32), 4, 3, 4
     block_n = 64 if row_bytes <= 256 else 32
     return (block_n, 8, 3, 1) if block_m == 128 else (block_n, 4, 3, 2)

@@ -86,8 +86,9 @@ def prepare(batch: AttentionBatch, call: AttentionCall) -> State:
     if traits.window is not None:
         span = min(span, traits.window + (batch.max_query_len if mask is None else mask.shape[2]))
     tiled = tile_batch(
-        traits, batch.num_requests, batch.num_tokens, batch.max_query_len, span, multiprocessors(device)
-    )
+        traits, batch.num_requests, batch.num_tokens, batch.max_query_len, span, multiprocessors(device),
+        uniform=batch.query_len is not None,
+    )  # fmt: skip
     launcher = _launcher(tiled.tiling.warps, dependent_launches(device))
     config = _config(launcher, _constants(batch, traits, tiled.tiling))
     drawn = batch.seq_lens if mask is None else mask.view(torch.uint8)
