@@ -60,3 +60,10 @@ def test_as_many_programs_as_splits_are_made_for_share_a_multiprocessor(
 ) -> None:
     tiles = tiling(128, 8, requests, rows)
     assert tiles.block_m <= 32 and programs * shared_memory(128, 8, tiles) <= HOPPER
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens"), [(1, 64), (2, 64), (4, 32), (16, 64), (24, 32), (32, 64), (64, 32)]
+)
+def test_tiles_of_decode_are_large_for_few_programs_and_full_rounds(requests: int, tokens: int) -> None:
+    assert tiling(128, 8, requests, 1).block_n == tokens

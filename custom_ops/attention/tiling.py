@@ -24,6 +24,7 @@ most.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -137,20 +138,21 @@ def _tile(
     """block_n, warps, stages, and how many such programs a multiprocessor runs at a time.
 
     The fastest measured. Decode wants small tiles, many of them in flight at a time; more rows want larger
-    ones. With large tiles and more warps a program is faster. Decode gains by that where a few programs leave
-    most multiprocessors idle, and where one round of them serves all requests, unsplit. float32 stays on the
-    ordinary units, whose operands take many registers.
+    ones. Larger tiles and more warps make a single program faster. Decode gains by that where `few` programs
+    leave most multiprocessors idle, and where one or two programs on each are a round that is nearly full.
+    float32 stays on the ordinary units, whose operands take many registers.
 
     Args:
         programs: per multiprocessor, where nothing is split.
     """
+    few = programs <= 1 / 8
     if itemsize == 4:
         return (32, 8, 2, 4) if block_m == 16 else (16, 8, 2, 2)
-    if block_m <= 32 and programs <= 1 / 8:
+    if block_m == 16 and few:
         return min(16384 // row_bytes, 128), 8, 2, 2
-    if block_m == 16 and 1 < programs <= 2 and uniform:
+    if block_m == 16 and uniform and 0.9 * math.ceil(programs) <= programs <= 2:
         return min(16384 // row_bytes, 128), 8, 3, 2
     if block_m == 16:
         return max(min(8192 // row_bytes, 64), 32), 4, 3, 4
-    block_n = 64 if row_bytes <= 256 else 32
-    return (block_n, 8, 3, 1) if block_m == 128 else (block_n, 4, 3, 2)
+    warps = 8 if block_m == 128 or (block_m == 32 and few) else 4
+    return 64 if row_bytes <= 256 else 32, warps, 3, 1 if block_m == 128 else 2
