@@ -122,23 +122,26 @@ def test_a_gated_product_is_one_call(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "is_left_out"),
+    ("args", "given", "is_left_out"),
     [
-        ({"training": False}, True),
-        ({"p": 0.5, "training": False, "inplace": True}, True),
-        ({"p": 0.0, "training": True}, False),
-        ({"p": 0.0}, False),
+        ((), {"training": False}, True),
+        ((), {"p": 0.5, "training": False, "inplace": True}, True),
+        ((0.5, False, False), {}, True),  # of nn.Dropout
+        ((0.0, True), {}, False),
+        ((), {"p": 0.0}, False),
     ],
 )
 @pytest.mark.parametrize("reader", ["", "linear", "dropout"])
-def test_a_dropout_in_eval_mode_is_left_out(given: dict[str, Any], is_left_out: bool, reader: str) -> None:
+def test_a_dropout_in_eval_mode_is_left_out(
+    args: tuple[Any, ...], given: dict[str, Any], is_left_out: bool, reader: str
+) -> None:
     """Unless the linear is read by others too: then a result of it and one of the dropout share memory."""
     graph = Graph()
     x, weight = map(graph.placeholder, ("x", "weight"))
     for node, shape in ((x, (4, 8)), (weight, (8, 8))):
         node.meta["example_value"] = _empty(*shape)
     linear = graph.call_function(functional.linear, (x, weight))
-    dropped = graph.call_function(functional.dropout, (linear,), given)
+    dropped = graph.call_function(functional.dropout, (linear, *args), given)
     others = {"linear": [linear], "dropout": [dropped]}.get(reader, [])
     graph.output((graph.call_function(operator.add, (dropped, x)), *others))
     gm = GraphModule({}, graph)
@@ -146,8 +149,8 @@ def test_a_dropout_in_eval_mode_is_left_out(given: dict[str, Any], is_left_out: 
     made.graph.lint()
     left = any(node.target is functional.dropout for node in made.graph.nodes)
     assert left != (is_left_out and reader != "linear")
-    args = torch.randn(4, 8), torch.randn(8, 8)
-    torch.testing.assert_close(made(*args), gm(*args))
+    values = torch.randn(4, 8), torch.randn(8, 8)
+    torch.testing.assert_close(made(*values), gm(*values))
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

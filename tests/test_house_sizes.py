@@ -82,7 +82,7 @@ BUDGETS = {
     "runtime": 1439,
     "inspection": 999,
     "frontend": 1239,
-    "custom_ops": 3537,
+    "custom_ops": 3543,
     "eagle": 3300,
     "integrations": 721,
     "bench": 674,

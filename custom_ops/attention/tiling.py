@@ -18,8 +18,8 @@ Note [Shared memory beside one row]
 A kernel with more than 48 KiB of shared memory has a multiprocessor keep most of its memory for that, until
 it is idle. In a chain of dependent launches it never is. Linears of one row read their weight through the
 first-level cache, which is the rest of that memory. They lost up to a fifth of their speed (Llama-3-8B, one
-request: a step of 3.92 ms became 4.15). So beside them, where programs are few, the kernel takes 48 KiB at
-most.
+request: a step of 3.92 ms became 4.15). So beside them the kernel takes 48 KiB at most, with heads of up to
+128 elements.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Tiling:
         split: a request's tokens may be split over programs.
         unmasked: tiles that all rows see, most of a prefill, are computed without a mask; not with a window.
         rows, parts: packed rows and partial results that are combined at a time.
+        resident: programs that a multiprocessor runs at a time.
     """
 
     block_m: int
@@ -53,6 +54,7 @@ class Tiling:
     unmasked: bool
     rows: int
     parts: int
+    resident: int
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def tile_batch(
     Args:
         span: upper bound of the tokens that the rows of one request see.
         processors: multiprocessors of the GPU.
-        uniform: all requests have equally many rows, as in decode. Batches of prompts have one variant less.
+        uniform: all requests have equally many rows, as in decode, and two programs with large tiles fit a
+            multiprocessor. Batches of prompts have one variant less.
     """
     dim, group, itemsize = triton.next_power_of_2(traits.head_dim), traits.group, traits.dtype.itemsize
     packed = _INVARIANT_ROWS if traits.deterministic else max(max_query_len, 1) * group
@@ -92,20 +95,20 @@ def tile_batch(
     each = -(-max_query_len // block_q)
     blocks = max(min(requests * each, num_tokens // block_q + requests), 1)
     programs = blocks * traits.kv_heads / processors
-    block_n, warps, stages, each_processor = _tile(block_m, dim * itemsize, itemsize, programs, uniform)
+    block_n, warps, stages, resident = _tile(block_m, dim * itemsize, itemsize, programs, uniform)
     min_tiles = max(_MIN_SPLIT // block_n, 1)
     rows = min(triton.next_power_of_2(min(block_q, max_query_len) * group), 16, 4096 // dim)
     parts = max(min(_COMBINED * warps // (rows * dim), 32), 1)
     # One tile more than the span fills: a window may begin within one.
     tiles = -(-span // block_n) + 1
     max_splits = min(-(-tiles // min_tiles), parts + tiles // 16)  # as the kernel has it
-    slots = max(processors * each_processor // traits.kv_heads, 1)
+    slots = max(processors * resident // traits.kv_heads, 1)
     split = not traits.deterministic and span > _MIN_SPLIT and (block_m <= 32 or blocks < slots)
     target = blocks * _splits(blocks, slots, max_splits)
     items = min(blocks * max_splits, blocks + target) if split else blocks
     unmasked = block_m >= 64 and traits.window is None and not traits.deterministic
-    combined = (rows, parts) if split else (1, 1)  # one variant where nothing is combined
-    tiling = Tiling(block_m, block_n, warps, stages, split, unmasked, *combined)
+    rows, parts = (rows, parts) if split else (1, 1)  # one variant where nothing is combined
+    tiling = Tiling(block_m, block_n, warps, stages, split, unmasked, rows, parts, resident)
     counters = items * traits.kv_heads if split else 1
     return TiledBatch(tiling, items, target, min_tiles, counters * block_m * (dim + 2), counters)
 
@@ -137,22 +140,22 @@ def _tile(
 ) -> tuple[int, int, int, int]:
     """block_n, warps, stages, and how many such programs a multiprocessor runs at a time.
 
-    The fastest measured. Decode wants small tiles, many of them in flight at a time; more rows want larger
-    ones. Larger tiles and more warps make a single program faster. Decode gains by that where `few` programs
-    leave most multiprocessors idle, and where one or two programs on each are a round that is nearly full.
-    float32 stays on the ordinary units, whose operands take many registers.
+    The fastest measured, on Hopper with heads of 64 and 128 elements. Decode wants small tiles, many of them
+    in flight at a time; more rows want larger ones. Larger tiles and more warps make a single program faster.
+    Decode gains by that where `few` programs leave most multiprocessors idle, and where one or two programs
+    on each are a round that is nearly full. float32 stays on the ordinary units, whose operands take many
+    registers.
 
     Args:
         programs: per multiprocessor, where nothing is split.
     """
-    few = programs <= 1 / 8
+    few, resident = programs <= 1 / 8, {16: 4, 128: 1}.get(block_m, 2)
     if itemsize == 4:
-        return (32, 8, 2, 4) if block_m == 16 else (16, 8, 2, 2)
-    if block_m == 16 and few:
-        return min(16384 // row_bytes, 128), 8, 2, 2
-    if block_m == 16 and uniform and 0.9 * math.ceil(programs) <= programs <= 2:
-        return min(16384 // row_bytes, 128), 8, 3, 2
+        return 32 if block_m == 16 else 16, 8, 2, resident
+    is_full = uniform and 0.9 * math.ceil(programs) <= programs <= 2
+    if block_m == 16 and row_bytes in (128, 256) and (few or is_full):
+        return 16384 // row_bytes, 8, 2 if few else 3, 2
     if block_m == 16:
-        return max(min(8192 // row_bytes, 64), 32), 4, 3, 4
+        return max(min(8192 // row_bytes, 64), 32), 4, 3, resident
     warps = 8 if block_m == 128 or (block_m == 32 and few) else 4
-    return 64 if row_bytes <= 256 else 32, warps, 3, 1 if block_m == 128 else 2
+    return 64 if row_bytes <= 256 else 32, warps, 3, resident

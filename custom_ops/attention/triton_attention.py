@@ -87,7 +87,7 @@ def prepare(batch: AttentionBatch, call: AttentionCall) -> State:
         span = min(span, traits.window + (batch.max_query_len if mask is None else mask.shape[2]))
     tiled = tile_batch(
         traits, batch.num_requests, batch.num_tokens, batch.max_query_len, span, multiprocessors(device),
-        uniform=batch.query_len is not None,
+        uniform=batch.query_len is not None and _holds_large_tiles(device),
     )  # fmt: skip
     launcher = _launcher(tiled.tiling.warps, dependent_launches(device))
     config = _config(launcher, _constants(batch, traits, tiled.tiling))
@@ -159,6 +159,15 @@ def _constants(batch: AttentionBatch, traits: Traits, tiling: Tiling) -> tuple[A
         "ieee" if traits.dtype == torch.float32 else "tf32", tiling.stages, traits.window is not None,
         traits.softcap is not None,
     )  # fmt: skip
+
+
+@cache
+def _holds_large_tiles(device: torch.device) -> bool:
+    """Whether a multiprocessor has shared memory for those of two programs, 72 KiB each."""
+    if device.type != "cuda":  # the interpreter
+        return True
+    has: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+    return has >= 160 << 10
 
 
 @cache

@@ -118,14 +118,14 @@ def _standalone(
 
 @contextmanager
 def kernels_wait_first() -> Iterator[None]:
-    """Triton kernels that Inductor makes for dependent launches begin with their wait.
+    """Triton kernels that Inductor makes for dependent launches first signal dependents, then wait.
 
     Note [Waiting first]
     On Hopper and later a kernel may be launched as a dependent of the one before. It is resident when that
     one ends, and waits for it before it touches memory (kernels/dependent.py). Inductor has its kernels wait
     where they first read results of the kernel before. That is never if they read none, and too late if they
-    overwrite memory that the kernel before still reads. Its kernels let their own dependents start after the
-    wait; those wait too, so they may start at once.
+    overwrite memory that the kernel before still reads. And they signal their own dependents after the wait
+    only, although those wait too.
     """
     from torch._inductor.codegen import triton
 

@@ -6,7 +6,8 @@ launched as a dependent of the one before (Hopper's programmatic dependent launc
 that one ends. It may read the results of the kernel before only after it has waited, and every program waits.
 So a kernel is done only after the one before it, and whoever waits for it relies on all kernels before. That
 is why its own dependents may start at once: they wait too. Inductor's kernels are made to
-(_torch.kernels_wait_first). A captured graph keeps such a launch as a programmatic edge.
+(_torch.kernels_wait_first). Kernels of others that are launched as dependents have to wait before they read
+what any kernel of the graph writes. A captured graph keeps such a launch as a programmatic edge.
 """
 
 import triton
