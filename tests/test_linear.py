@@ -126,7 +126,7 @@ def test_usual_blocks_are_for_aligned_columns(
         assert config is None or config.block_n % 2 == 0 or not gated
     config = usual_config(tokens, [4096, 4096], columns * 16 + 512, gated=gated, processors=processors)
     many, long = tokens > MAX_TOKENS, columns * 16 + 512 > 4096
-    blocks, rounds = (64, 2) if gated else (128, 1)
+    blocks, rounds = 64 if gated or processors < 128 else 128, 2 if gated else 1
     few = blocks <= rounds * processors and not (long and 2 * blocks < processors)
     assert (config is not None) == (not many or (tokens <= 128 and few))
 

@@ -135,14 +135,16 @@ def _of_swiglu(tokens: int, rows: int, columns: int, processors: int) -> KernelC
 def _of_many_tokens(rows: int, columns: int, gated: bool, processors: int) -> KernelConfig | None:
     """Only where one launch replaces several: a single product of cuBLAS reads x less often than ours.
 
-    Measured with 128 rows of x on an H200. Blocks are at most one round, those of a SwiGLU two. Where two
-    rounds leave a fifth of their places empty, pairs of blocks share a multiprocessor, whose memory holds
-    three stages of each. Few blocks of long rows are cuBLAS's, which cuts the columns.
+    Measured with 128 rows of x on an H200. Blocks of 64 rows are at most one round, as are those of 128 for
+    larger weights. Those of a SwiGLU have 128 rows and are at most two rounds. Where two rounds leave a fifth
+    of their places empty, pairs of blocks share a multiprocessor, whose memory holds three stages of each.
+    Few blocks of long rows are cuBLAS's, which cuts the columns.
     """
-    blocks = -(-rows // (128 if gated else 64))
+    block_n = 128 if gated or rows > 64 * processors else 64
+    blocks = -(-rows // block_n)
     if blocks > (2 if gated else 1) * processors or (columns > 4096 and 2 * blocks < processors):
         return None
-    if not gated:
+    if block_n == 64:
         return KernelConfig(64, 64, 1, 4, 6)
     paired = processors < blocks < _FULL * 2 * processors
     return KernelConfig(128, 64, 1, 4, 3 if paired else 5)
