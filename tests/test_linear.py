@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hopper import RESERVED, SHARED, compiled
 from hypothesis import given, settings, strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from linear_operands import DEVICE, DTYPES, EXAMPLES, TOLERANCE, operands
@@ -206,19 +207,6 @@ def code_before_a_norm(constants: tuple[Any, ...], **options: int) -> Any:
     return compiled(few_rows_added, ["*bf16"] * 7 + ["*fp32"] + ["i32"] * 3, constants, **options)
 
 
-def compiled(kernel: Any, types: list[str], constants: tuple[Any, ...], **options: int) -> Any:
-    import triton
-
-    named = dict(zip(kernel.arg_names[len(types) :], constants, strict=True))
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.startswith("*")}
-    types = types + ["constexpr"] * len(named)
-    source = triton.compiler.ASTSource(
-        kernel, dict(zip(kernel.arg_names, types, strict=True)), constexprs=named, attrs=aligned
-    )
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    return triton.compile(source, target=target, options={"launch_pdl": True, **options})
-
-
 @pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("even", [False, True])
@@ -285,7 +273,7 @@ def test_usual_blocks_fit_the_shared_memory_that_is_asked_for(tokens: int) -> No
         for code in codes:
             assert code.metadata.shared <= SHARED_MEMORY, config
             if tokens > MAX_TOKENS and config.stages == 3:  # two blocks share a multiprocessor of Hopper
-                assert 2 * (code.metadata.shared + 1024) <= 233472
+                assert 2 * (code.metadata.shared + RESERVED) <= SHARED
 
 
 @given(st.integers(1, 100), st.integers(1, 5000), st.integers(1, 20000))

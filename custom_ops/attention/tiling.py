@@ -78,15 +78,15 @@ class TiledBatch:
 @lru_cache(maxsize=1024)
 def tile_batch(
     traits: Traits, requests: int, num_tokens: int, max_query_len: int, span: int, processors: int,
-    *, uniform: bool = False,
+    *, fills_rounds: bool = False,
 ) -> TiledBatch:  # fmt: skip
     """Tiling and number of programs.
 
     Args:
         span: upper bound of the tokens that the rows of one request see.
         processors: multiprocessors of the GPU.
-        uniform: all requests have equally many rows, as in decode, and two programs with large tiles fit a
-            multiprocessor. Batches of prompts have one variant less.
+        fills_rounds: tiles are large where they fill a round. Not for batches of prompts, which so have one
+            variant less, nor where no two such programs fit a multiprocessor.
     """
     dim, group, itemsize = triton.next_power_of_2(traits.head_dim), traits.group, traits.dtype.itemsize
     packed = _INVARIANT_ROWS if traits.deterministic else max(max_query_len, 1) * group
@@ -95,7 +95,7 @@ def tile_batch(
     each = -(-max_query_len // block_q)
     blocks = max(min(requests * each, num_tokens // block_q + requests), 1)
     programs = blocks * traits.kv_heads / processors
-    block_n, warps, stages, resident = _tile(block_m, dim * itemsize, itemsize, programs, uniform)
+    block_n, warps, stages, resident = _tile(block_m, dim * itemsize, itemsize, programs, fills_rounds)
     min_tiles = max(_MIN_SPLIT // block_n, 1)
     rows = min(triton.next_power_of_2(min(block_q, max_query_len) * group), 16, 4096 // dim)
     parts = max(min(_COMBINED * warps // (rows * dim), 32), 1)
@@ -117,6 +117,9 @@ _INVARIANT_ROWS = 64  # packed rows per tile; see Note [One order]
 _MIN_SPLIT = 128  # tokens; below, combining costs more than the split saves
 _COMBINED = 2048  # floats of partial results in registers, per warp
 
+# Programs that one multiprocessor runs at a time, by block_m: limited by registers and shared memory.
+_RESIDENT = {16: 4, 32: 2, 64: 2, 128: 1}
+
 
 def _splits(blocks: int, slots: int, max_splits: int) -> int:
     """Into how many splits row blocks of equal length are cut, when `slots` of them run at a time."""
@@ -136,7 +139,7 @@ def _block_m(packed: int, group: int, itemsize: int) -> int:
 
 
 def _tile(
-    block_m: int, row_bytes: int, itemsize: int, programs: float, uniform: bool
+    block_m: int, row_bytes: int, itemsize: int, programs: float, fills_rounds: bool
 ) -> tuple[int, int, int, int]:
     """block_n, warps, stages, and how many such programs a multiprocessor runs at a time.
 
@@ -149,10 +152,10 @@ def _tile(
     Args:
         programs: per multiprocessor, where nothing is split.
     """
-    few, resident = programs <= 1 / 8, {16: 4, 128: 1}.get(block_m, 2)
+    few, resident = programs <= 1 / 8, _RESIDENT[block_m]
     if itemsize == 4:
         return 32 if block_m == 16 else 16, 8, 2, resident
-    is_full = uniform and 0.9 * math.ceil(programs) <= programs <= 2
+    is_full = fills_rounds and 0.9 * math.ceil(programs) <= programs <= 2
     if block_m == 16 and row_bytes in (128, 256) and (few or is_full):
         return 16384 // row_bytes, 8, 2 if few else 3, 2
     if block_m == 16:

@@ -29,6 +29,7 @@ from piecewise_graph.kernels.launch import (
     dependent_launches,
     interpreted,
     multiprocessors,
+    shared_memory,
 )
 
 from ..errors import AttentionError
@@ -43,6 +44,7 @@ _LOG2_E = math.log2(math.e)
 # Shortest vector of requests: one warp holds it. With prompts it is longer, so that prompts alone and those
 # beside a round have one variant, up to 64 requests together.
 _REQUESTS, _REQUESTS_WITH_PROMPTS = 32, 64
+_TWO_LARGE_TILES = 160 << 10  # bytes of shared memory; two programs with large tiles take 72 KiB each
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +89,7 @@ def prepare(batch: AttentionBatch, call: AttentionCall) -> State:
         span = min(span, traits.window + (batch.max_query_len if mask is None else mask.shape[2]))
     tiled = tile_batch(
         traits, batch.num_requests, batch.num_tokens, batch.max_query_len, span, multiprocessors(device),
-        uniform=batch.query_len is not None and _holds_large_tiles(device),
+        fills_rounds=batch.query_len is not None and shared_memory(device) >= _TWO_LARGE_TILES,
     )  # fmt: skip
     launcher = _launcher(tiled.tiling.warps, dependent_launches(device))
     config = _config(launcher, _constants(batch, traits, tiled.tiling))
@@ -159,15 +161,6 @@ def _constants(batch: AttentionBatch, traits: Traits, tiling: Tiling) -> tuple[A
         "ieee" if traits.dtype == torch.float32 else "tf32", tiling.stages, traits.window is not None,
         traits.softcap is not None,
     )  # fmt: skip
-
-
-@cache
-def _holds_large_tiles(device: torch.device) -> bool:
-    """Whether a multiprocessor has shared memory for those of two programs, 72 KiB each."""
-    if device.type != "cuda":  # the interpreter
-        return True
-    has: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
-    return has >= 160 << 10
 
 
 @cache

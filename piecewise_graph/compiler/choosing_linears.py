@@ -81,8 +81,8 @@ def _result(linear: Node) -> Node:
     user = _only_user(linear)
     if user is None or user.target is not functional.dropout:
         return linear
-    training = user.args[2] if len(user.args) > 2 else user.kwargs.get("training", True)
-    return user if training is False else linear
+    given = dict(zip(("input", "p", "training"), user.args, strict=False)) | dict(user.kwargs)
+    return user if given.get("training") is False else linear
 
 
 def _stand_in(made: Node, node: Node) -> None:
@@ -134,7 +134,7 @@ def _halves(linear: Node) -> list[Node]:
 
 def _is_in_two(node: Node) -> bool:
     """It is `chunk(2, dim=-1)`, of a tensor or of torch."""
-    given = dict(zip(("chunks", "dim"), node.args[1:], strict=False)) | node.kwargs
+    given = dict(zip(("chunks", "dim"), node.args[1:], strict=False)) | dict(node.kwargs)
     return node.target in ("chunk", torch.chunk) and given == {"chunks": 2, "dim": -1}
 
 

@@ -176,6 +176,14 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; in Triton's interpreter as on Hopper."""
+    if device.type != "cuda":
+        return 227 << 10
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+
+
+@cache
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
     try:

@@ -1,16 +1,7 @@
 """Linear layers of a few rows (decode steps), by whichever kernel reads the weight fastest."""
 
-from piecewise_graph.kernels.linear.kernel_configs import (
-    MAX_TOKENS as MAX_TOKENS,
-    KernelConfig as KernelConfig,
-)
-from piecewise_graph.kernels.linear.linear_op import (
-    DTYPES as DTYPES,
-    compile_ahead as compile_ahead,
-    linear_few as linear_few,
-    linears as linears,
-    swiglu as swiglu,
-)
+from piecewise_graph.kernels.linear.kernel_configs import MAX_TOKENS, KernelConfig
+from piecewise_graph.kernels.linear.linear_op import DTYPES, compile_ahead, linear_few, linears, swiglu
 from piecewise_graph.kernels.linear.norm_op import compile_ahead as compile_norm_ahead
 
 __all__ = [

@@ -7,13 +7,18 @@ of all sizes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from piecewise_graph.kernels.launch import dependent_launches, interpreted, kernels_serve, multiprocessors
+from piecewise_graph.kernels.launch import (
+    dependent_launches,
+    interpreted,
+    kernels_serve,
+    multiprocessors,
+    shared_memory,
+)
 from piecewise_graph.kernels.linear import linear_launch
 from piecewise_graph.kernels.linear.kernel_configs import (
     INVARIANT,
@@ -155,13 +160,9 @@ def serves(x: Tensor) -> bool:
     return x.dtype in DTYPES and (_holds_blocks(x.device) or interpreted())
 
 
-@cache
 def _holds_blocks(device: torch.device) -> bool:
     """The device launches dependents and has the shared memory that the blocks of usual_config take."""
-    if not dependent_launches(device):
-        return False
-    has: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
-    return has >= SHARED_MEMORY
+    return dependent_launches(device) and shared_memory(device) >= SHARED_MEMORY
 
 
 _library.impl("linears", _linears, "CompositeExplicitAutograd")

@@ -1,0 +1,27 @@
+"""Kernels compiled for Hopper, which takes no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+SHARED, REGISTERS = 228 << 10, 64 << 10  # bytes and numbers of a multiprocessor
+RESERVED = 1 << 10  # bytes of shared memory that each program has beside its own
+
+
+def compiled(kernel: Any, types: Sequence[str], constants: Sequence[Any], **options: int) -> Any:
+    """Triton's compiled kernel, launched as a dependent.
+
+    Args:
+        types: of the arguments before the constexprs. All pointers are multiples of 16 bytes.
+        constants: the constexprs, in order.
+        options: num_warps, num_stages.
+    """
+    import triton
+
+    constexprs = dict(zip(kernel.arg_names[len(types) :], constants, strict=True))
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind[0] == "*"}
+    signature = dict(zip(kernel.arg_names, [*types, *["constexpr"] * len(constants)], strict=True))
+    source = triton.compiler.ASTSource(kernel, signature, constexprs=constexprs, attrs=aligned)
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options={"launch_pdl": True, **options})
