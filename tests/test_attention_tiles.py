@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import subprocess
 from pathlib import Path
@@ -13,7 +14,7 @@ from attention_cases import Shape, make_case
 from hopper import REGISTERS, RESERVED, SHARED, compiled
 
 from piecewise_graph.custom_ops.attention.call import Traits
-from piecewise_graph.kernels.launch import interpreted
+from piecewise_graph.kernels.launch import CARVEOUT, Launcher, carveout, interpreted
 
 pytest.importorskip("triton")
 
@@ -25,15 +26,12 @@ from piecewise_graph.custom_ops.attention.tiling import Tiling, tile_batch
 
 compiled_only = pytest.mark.skipif(interpreted(), reason="compiled kernels only")
 KEPT_SMALL = 48 << 10  # with more shared memory Triton asks the driver for a small first-level cache
+CACHE = 64 << 10  # bytes that linears of one row want of it
 
 
-def tiling(
-    head_dim: int, kv_heads: int, requests: int, rows: int = 1, *, fills_rounds: bool = True
-) -> Tiling:
+def tiling(head_dim: int, kv_heads: int, requests: int, rows: int = 1, *, large: bool = True) -> Tiling:
     traits = Traits("triton", "cuda", torch.bfloat16, 4 * kv_heads, kv_heads, head_dim, None, None, False)
-    tiled = tile_batch(
-        traits, requests, requests * rows, rows, 8192, processors=132, fills_rounds=fills_rounds
-    )
+    tiled = tile_batch(traits, requests, requests * rows, rows, 8192, processors=132, large=large)
     return tiled.tiling
 
 
@@ -46,53 +44,91 @@ class Needs(NamedTuple):
 
 def needs_of(head_dim: int, kv_heads: int, tiles: Tiling, folder: Path) -> Needs:
     constants = (
-        head_dim, head_dim, kv_heads, 4, 4, 16, 32, tiles.block_m, tiles.block_n, tiles.rows, tiles.parts,
-        tiles.split, tiles.unmasked, False, False, "tf32", tiles.stages, False, False, 8, True,
+        head_dim, head_dim, kv_heads, 4, 4, 16, 32, tiles.block_m, tiles.tile.block_n, tiles.rows,
+        tiles.parts, tiles.split, tiles.unmasked, False, False, "tf32", tiles.tile.stages, False, False, 8, True,
     )  # fmt: skip
     names: list[str] = attend_kernel.arg_names[: -len(constants)]
     types = dict.fromkeys(names, "i32") | dict.fromkeys(("scale", "softcap"), "fp32")
     types |= dict.fromkeys(("k_cache", "v_cache", "q", "k", "v", "out"), "*bf16") | {"partials": "*fp32"}
     integers = ("block_table", "seq_lens", "qo_indptr", "slot_mapping", "tree_mask", "counters")
     types |= dict.fromkeys(integers, "*i32")
-    code = compiled(attend_kernel, list(types.values()), constants, num_warps=tiles.warps)
+    code = compiled(attend_kernel, list(types.values()), constants, num_warps=tiles.tile.warps)
     cubin = folder / "attend.cubin"
     cubin.write_bytes(code.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
     each = int(re.findall(r"REG:(\d+)", usage)[-1])
-    return Needs(int(code.metadata.shared), -(-each // 8) * 8 * 32 * tiles.warps)
+    return Needs(int(code.metadata.shared), -(-each // 8) * 8 * 32 * tiles.tile.warps)
 
 
 @compiled_only
 @pytest.mark.parametrize(
     ("head_dim", "kv_heads", "requests"),
-    [(64, 8, 1), (128, 8, 1), (128, 8, 4), (64, 8, 32), (128, 8, 32)],
+    [(64, 8, 1), (128, 8, 1), (256, 8, 1), (128, 32, 1), (128, 8, 4), (64, 8, 32), (128, 8, 32)],
 )
 def test_as_many_programs_as_the_splits_are_made_for_fit_a_multiprocessor(
     head_dim: int, kv_heads: int, requests: int, tmp_path: Path
 ) -> None:
     tiles = tiling(head_dim, kv_heads, requests)
     needs = needs_of(head_dim, kv_heads, tiles, tmp_path)
-    assert min(SHARED // (needs.shared + RESERVED), REGISTERS // needs.registers) >= tiles.resident
+    assert min(SHARED // (needs.shared + RESERVED), REGISTERS // needs.registers) >= tiles.tile.resident
 
 
 @compiled_only
-@pytest.mark.parametrize(("head_dim", "kv_heads"), [(64, 8), (128, 8), (64, 32), (128, 32)])
+@pytest.mark.parametrize("kv_heads", [8, 32])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_beside_linears_of_one_row_the_first_level_cache_stays(
     head_dim: int, kv_heads: int, tmp_path: Path
 ) -> None:
     """See Note [Shared memory beside one row]; with 32 heads programs are no longer few."""
-    needs = needs_of(head_dim, kv_heads, tiling(head_dim, kv_heads, 1), tmp_path)
-    assert needs.shared <= KEPT_SMALL
+    tiles = tiling(head_dim, kv_heads, 1)
+    shared = needs_of(head_dim, kv_heads, tiles, tmp_path).shared
+    programs = tiles.tile.set_aside
+    left = 100 - carveout(shared, programs, SHARED)
+    assert left * SHARED >= 100 * CACHE if programs else shared <= KEPT_SMALL
 
 
 @pytest.mark.parametrize(
-    ("requests", "tokens"), [(1, 64), (2, 64), (4, 32), (16, 64), (24, 32), (32, 64), (64, 32)]
+    ("requests", "tokens"), [(1, 128), (2, 128), (4, 32), (16, 64), (24, 32), (32, 64), (64, 32)]
 )
 def test_tiles_of_decode_are_large_for_few_programs_and_full_rounds(requests: int, tokens: int) -> None:
-    assert tiling(128, 8, requests).block_n == tokens
-    assert tiling(128, 8, requests, fills_rounds=False).block_n == (32 if requests > 2 else 64)
-    assert tiling(256, 8, requests).block_n == 32  # not measured
+    assert tiling(128, 8, requests).tile.block_n == tokens
+    assert tiling(128, 8, requests, large=False).tile.block_n == (32 if requests > 2 else 64)
+    assert tiling(256, 8, requests).tile.block_n == (64 if requests <= 2 else 32)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "tokens"), [(64, 4, 128), (64, 8, 128), (128, 4, 128), (128, 8, 64), (256, 4, 64)]
+)
+def test_tiles_of_a_short_verification_are_large_for_few_programs(
+    head_dim: int, rows: int, tokens: int
+) -> None:
+    assert tiling(head_dim, 8, 1, rows).tile.block_n == tokens
+    assert tiling(head_dim, 8, 24, rows).tile.block_n < tokens or (head_dim, rows) == (128, 8)
+
+
+@pytest.mark.parametrize(
+    ("shared", "programs", "percent"), [(142336, 1, 62), (41984, 2, 37), (0, 1, 1), (142336, 2, 100)]
+)
+def test_the_share_of_shared_memory_is_what_its_programs_take(
+    shared: int, programs: int, percent: int
+) -> None:
+    """Each has 1 KiB beside its own; rounded up."""
+    assert carveout(shared, programs, SHARED) == percent
+
+
+@pytest.mark.gpu
+def test_a_launcher_sets_aside_the_share_of_its_programs() -> None:
+    from piecewise_graph.kernels.copy_kernel import copy_kernel
+
+    x = torch.ones(64, device="cuda", dtype=torch.int64)
+    args, options = (x, x, 64) * 4, {"num_warps": 1}
+    Launcher(copy_kernel, 6, **options).variant(args, 64)
+    function = copy_kernel.warmup(*args, 64, grid=(1, 1, 1), **options).function
+    found = ctypes.c_int(-1)
+    ctypes.CDLL("libcuda.so.1").cuFuncGetAttribute(ctypes.byref(found), CARVEOUT, ctypes.c_void_p(function))
+    every = torch.cuda.get_device_properties(0).shared_memory_per_multiprocessor
+    assert found.value == carveout(0, 6, every) > 0
 
 
 @pytest.mark.parametrize(

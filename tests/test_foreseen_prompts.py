@@ -68,7 +68,7 @@ def test_attention_of_prompts_that_come_together(
         seen = span if window is None else min(span, window + most)
         tiling = tile_batch(traits, requests, total, most, seen, processors).tiling
         batch: Any = SimpleNamespace(num_requests=requests, query_len=None, tree_mask=None, kv_cache=cache)
-        return tiling.warps, _constants(batch, traits, tiling)
+        return tiling.tile.warps, _constants(batch, traits, tiling)
 
     known = {variant(b.num_requests, b.num_tokens, b.max_query_len, b.max_seq_len) for b in announced}
     assert variant(len(rows) + decoding, sum(rows) + decoding, max(rows), longest) in known

@@ -15,11 +15,10 @@ no mask in between, a compiler may fuse a multiplication with the subtraction af
 nothing of changes nothing. Few requests with long contexts then leave most multiprocessors idle.
 
 Note [Shared memory beside one row]
-A kernel with more than 48 KiB of shared memory has a multiprocessor keep most of its memory for that, until
-it is idle. In a chain of dependent launches it never is. Linears of one row read their weight through the
-first-level cache, which is the rest of that memory. They lost up to a fifth of their speed (Llama-3-8B, one
-request: a step of 3.92 ms became 4.15). So beside them the kernel takes 48 KiB at most, with heads of up to
-128 elements.
+Linears of one row read their weight through the first-level cache. Beside an attention kernel that has most
+of a multiprocessor's memory kept for it they lost up to a fifth of their speed (Llama-3-8B, one request: a
+step of 3.92 ms became 4.15). So large tiles have no more set aside than they take (Note [First-level cache]
+in launch.py): the same step took 3.87 ms. Other tiles of one row take less than 48 KiB.
 """
 
 from __future__ import annotations
@@ -27,10 +26,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import triton
 
 from .call import Traits
+
+
+class Tile(NamedTuple):
+    """Tokens that a program computes at a time, and what it takes for that.
+
+    Attributes:
+        block_n: tokens.
+        resident: programs that a multiprocessor runs at a time.
+        set_aside: programs that shared memory is kept for (Note [Shared memory beside one row]); 0 = all of
+            it, where one takes more than 48 KiB.
+    """
+
+    block_n: int
+    warps: int
+    stages: int
+    resident: int
+    set_aside: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,22 +56,17 @@ class Tiling:
 
     Attributes:
         block_m: packed rows (rows x query heads of one KV head) per tile.
-        block_n: tokens per tile.
         split: a request's tokens may be split over programs.
         unmasked: tiles that all rows see, most of a prefill, are computed without a mask; not with a window.
         rows, parts: packed rows and partial results that are combined at a time.
-        resident: programs that a multiprocessor runs at a time.
     """
 
     block_m: int
-    block_n: int
-    warps: int
-    stages: int
+    tile: Tile
     split: bool
     unmasked: bool
     rows: int
     parts: int
-    resident: int
 
 
 @dataclass(frozen=True)
@@ -78,15 +90,15 @@ class TiledBatch:
 @lru_cache(maxsize=1024)
 def tile_batch(
     traits: Traits, requests: int, num_tokens: int, max_query_len: int, span: int, processors: int,
-    *, fills_rounds: bool = False,
+    *, large: bool = False,
 ) -> TiledBatch:  # fmt: skip
     """Tiling and number of programs.
 
     Args:
         span: upper bound of the tokens that the rows of one request see.
         processors: multiprocessors of the GPU.
-        fills_rounds: tiles are large where they fill a round. Not for batches of prompts, which so have one
-            variant less, nor where no two such programs fit a multiprocessor.
+        large: tiles may be large. Not for batches of prompts, which so have one variant less, nor where a
+            multiprocessor has too little memory.
     """
     dim, group, itemsize = triton.next_power_of_2(traits.head_dim), traits.group, traits.dtype.itemsize
     packed = _INVARIANT_ROWS if traits.deterministic else max(max_query_len, 1) * group
@@ -95,20 +107,20 @@ def tile_batch(
     each = -(-max_query_len // block_q)
     blocks = max(min(requests * each, num_tokens // block_q + requests), 1)
     programs = blocks * traits.kv_heads / processors
-    block_n, warps, stages, resident = _tile(block_m, dim * itemsize, itemsize, programs, fills_rounds)
-    min_tiles = max(_MIN_SPLIT // block_n, 1)
+    tile = _tile(block_m, dim * itemsize, itemsize, programs, large, large and num_tokens == 1)
+    min_tiles = max(_MIN_SPLIT // tile.block_n, 1)
     rows = min(triton.next_power_of_2(min(block_q, max_query_len) * group), 16, 4096 // dim)
-    parts = max(min(_COMBINED * warps // (rows * dim), 32), 1)
+    parts = max(min(_COMBINED * tile.warps // (rows * dim), 32), 1)
     # One tile more than the span fills: a window may begin within one.
-    tiles = -(-span // block_n) + 1
+    tiles = -(-span // tile.block_n) + 1
     max_splits = min(-(-tiles // min_tiles), parts + tiles // 16)  # as the kernel has it
-    slots = max(processors * resident // traits.kv_heads, 1)
+    slots = max(processors * tile.resident // traits.kv_heads, 1)
     split = not traits.deterministic and span > _MIN_SPLIT and (block_m <= 32 or blocks < slots)
     target = blocks * _splits(blocks, slots, max_splits)
     items = min(blocks * max_splits, blocks + target) if split else blocks
     unmasked = block_m >= 64 and traits.window is None and not traits.deterministic
     rows, parts = (rows, parts) if split else (1, 1)  # one variant where nothing is combined
-    tiling = Tiling(block_m, block_n, warps, stages, split, unmasked, rows, parts, resident)
+    tiling = Tiling(block_m, tile, split, unmasked, rows, parts)
     counters = items * traits.kv_heads if split else 1
     return TiledBatch(tiling, items, target, min_tiles, counters * block_m * (dim + 2), counters)
 
@@ -138,27 +150,27 @@ def _block_m(packed: int, group: int, itemsize: int) -> int:
     return max(min(block, fits), triton.next_power_of_2(group))
 
 
-def _tile(
-    block_m: int, row_bytes: int, itemsize: int, programs: float, fills_rounds: bool
-) -> tuple[int, int, int, int]:
-    """block_n, warps, stages, and how many such programs a multiprocessor runs at a time.
+def _tile(block_m: int, row_bytes: int, itemsize: int, programs: float, large: bool, one_row: bool) -> Tile:
+    """The fastest measured, on Hopper with heads of 64 and 128 elements, for few programs with 256 too.
 
-    The fastest measured, on Hopper with heads of 64 and 128 elements. Decode wants small tiles, many of them
-    in flight at a time; more rows want larger ones. Larger tiles and more warps make a single program faster.
-    Decode gains by that where `few` programs leave most multiprocessors idle, and where one or two programs
-    on each are a round that is nearly full. float32 stays on the ordinary units, whose operands take many
-    registers.
+    Decode wants small tiles, many of them in flight at a time; more rows want larger ones. Larger tiles and
+    more warps make a single program faster. Decode and short verifications gain by that where `few` programs
+    leave most multiprocessors idle, decode also where one or two programs on each are a round that is nearly
+    full. float32 stays on the ordinary units, whose operands take many registers.
 
     Args:
         programs: per multiprocessor, where nothing is split.
     """
     few, resident = programs <= 1 / 8, _RESIDENT[block_m]
     if itemsize == 4:
-        return 32 if block_m == 16 else 16, 8, 2, resident
-    is_full = fills_rounds and 0.9 * math.ceil(programs) <= programs <= 2
+        return Tile(32 if block_m == 16 else 16, 8, 2, resident)
+    if block_m == 16 and large and (few or one_row) and row_bytes in (256, 512):
+        return Tile(32768 // row_bytes, 8, 3, resident=1, set_aside=1)
+    is_full = large and 0.9 * math.ceil(programs) <= programs <= 2
     if block_m == 16 and row_bytes in (128, 256) and (few or is_full):
-        return 16384 // row_bytes, 8, 2 if few else 3, 2
+        return Tile(16384 // row_bytes, 8, 2 if few else 3, 2)
     if block_m == 16:
-        return max(min(8192 // row_bytes, 64), 32), 4, 3, resident
-    warps = 8 if block_m == 128 or (block_m == 32 and few) else 4
-    return 64 if row_bytes <= 256 else 32, warps, 3, resident
+        return Tile(max(min(8192 // row_bytes, 64), 32), 4, 3, resident)
+    if block_m == 32 and few:
+        return Tile(max(min(16384 // row_bytes, 128), 32), 8, 3, resident)
+    return Tile(64 if row_bytes <= 256 else 32, 8 if block_m == 128 else 4, 3, resident)

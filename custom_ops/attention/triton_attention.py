@@ -44,7 +44,7 @@ _LOG2_E = math.log2(math.e)
 # Shortest vector of requests: one warp holds it. With prompts it is longer, so that prompts alone and those
 # beside a round have one variant, up to 64 requests together.
 _REQUESTS, _REQUESTS_WITH_PROMPTS = 32, 64
-_TWO_LARGE_TILES = 160 << 10  # bytes of shared memory; two programs with large tiles take 72 KiB each
+_LARGE_TILES = 160 << 10  # bytes of shared memory; one program takes 139 KiB, or two 72 KiB each
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +89,10 @@ def prepare(batch: AttentionBatch, call: AttentionCall) -> State:
         span = min(span, traits.window + (batch.max_query_len if mask is None else mask.shape[2]))
     tiled = tile_batch(
         traits, batch.num_requests, batch.num_tokens, batch.max_query_len, span, multiprocessors(device),
-        fills_rounds=batch.query_len is not None and shared_memory(device) >= _TWO_LARGE_TILES,
+        large=batch.query_len is not None and shared_memory(device) >= _LARGE_TILES,
     )  # fmt: skip
-    launcher = _launcher(tiled.tiling.warps, dependent_launches(device))
+    tile = tiled.tiling.tile
+    launcher = _launcher(tile.warps, tile.set_aside, dependent_launches(device))
     config = _config(launcher, _constants(batch, traits, tiled.tiling))
     drawn = batch.seq_lens if mask is None else mask.view(torch.uint8)
     mask_sizes = (0, 0, 0, 0) if mask is None else (*mask.stride(), mask.shape[2])
@@ -156,16 +157,16 @@ def _constants(batch: AttentionBatch, traits: Traits, tiling: Tiling) -> tuple[A
     shortest = _REQUESTS_WITH_PROMPTS if batch.query_len is None else _REQUESTS
     return (
         head_dim, power_of_2(head_dim), traits.kv_heads, group, power_of_2(group), batch.kv_cache.page_size,
-        max(power_of_2(batch.num_requests), shortest), tiling.block_m, tiling.block_n, tiling.rows,
+        max(power_of_2(batch.num_requests), shortest), tiling.block_m, tiling.tile.block_n, tiling.rows,
         tiling.parts, tiling.split, tiling.unmasked, batch.query_len is None, batch.tree_mask is not None,
-        "ieee" if traits.dtype == torch.float32 else "tf32", tiling.stages, traits.window is not None,
+        "ieee" if traits.dtype == torch.float32 else "tf32", tiling.tile.stages, traits.window is not None,
         traits.softcap is not None,
     )  # fmt: skip
 
 
 @cache
-def _launcher(warps: int, dependent: bool) -> Launcher:
-    return Launcher(attend_kernel, num_warps=warps, launch_pdl=dependent)
+def _launcher(warps: int, set_aside: int, dependent: bool) -> Launcher:
+    return Launcher(attend_kernel, set_aside, num_warps=warps, launch_pdl=dependent)
 
 
 def _layers(kv_cache: PagedKVCache) -> tuple[tuple[Any, Any], ...]:

@@ -20,10 +20,17 @@ Note [Ahead]
 Triton compiles a variant in the thread that first asks for it: 0.2 to 2 s. Who knows beforehand which
 variants will be asked for has them compiled in other threads (`ahead`). Most of the time goes to LLVM and
 ptxas, which do not hold Python's lock.
+
+Note [First-level cache]
+It and shared memory are one memory of a multiprocessor, parted while no kernel runs there. For a kernel with
+more than 48 KiB of shared memory Triton asks for as little cache as there may be. In a chain of dependent
+launches no multiprocessor is ever idle, and so kernels that read through the cache have to live with that.
+A launcher that is told how many programs run at a time has what they need set aside, and no more.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +46,9 @@ Launch = Callable[[], None]
 Enqueue = Callable[[Grid, tuple[Any, ...]], None]
 
 _DIRECT = ("3.6.",)  # see Note [The C launcher]
+_RESERVED = 1 << 10  # bytes of shared memory that a program has beside its own
+_NO_PREFERENCE = 0  # CU_FUNC_CACHE_PREFER_NONE
+CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 
 
 class Planned(NamedTuple):
@@ -65,11 +75,14 @@ class Launcher:
     Args:
         kernel: a `triton.jit` function whose constexpr parameters come last and whose integer parameters are
             all in `do_not_specialize`.
+        set_aside: programs of one multiprocessor that shared memory is set aside for, which leaves the rest
+            to the cache (Note [First-level cache]); 0 = as Triton has it. Launchers of one kernel that differ
+            in this only share a variant, whose last setting holds.
         options: num_warps, num_stages, launch_pdl (launch as a dependent of the kernel before).
     """
 
-    def __init__(self, kernel: Any, **options: int) -> None:
-        self._kernel, self._options = kernel, options
+    def __init__(self, kernel: Any, set_aside: int = 0, **options: int) -> None:
+        self._kernel, self._programs, self._options = kernel, set_aside, options
         self.dependent = bool(options.get("launch_pdl", False))
         self._variants: dict[tuple[Any, ...], Enqueue] = {}
         self._coming: dict[tuple[Any, ...], Future[Enqueue]] = {}  # see Note [Ahead]
@@ -137,7 +150,10 @@ class Launcher:
     def _compile(self, device: torch.device, args: Sequence[Any], constants: Sequence[Any]) -> Enqueue:
         with torch.cuda.device(-1 if device.index is None else device.index):
             variant = self._kernel.warmup(*args, *constants, grid=(1, 1, 1), **self._options)
-            return _enqueue(variant, device.index or 0)
+            enqueue = _enqueue(variant, device.index or 0)
+            if self._programs and torch.version.hip is None:
+                _set_aside(variant, self._programs, device)
+            return enqueue
 
 
 @cache
@@ -243,6 +259,19 @@ def _enqueue(variant: Any, device: int) -> Enqueue:
         )  # fmt: skip
 
     return enqueue
+
+
+def _set_aside(variant: Any, programs: int, device: torch.device) -> None:
+    """Have a multiprocessor keep shared memory for so many programs; a hint, which may fail."""
+    every = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    driver, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(variant.function)
+    driver.cuFuncSetCacheConfig(function, _NO_PREFERENCE)
+    driver.cuFuncSetAttribute(function, CARVEOUT, carveout(variant.metadata.shared, programs, every))
+
+
+def carveout(shared: int, programs: int, every: int) -> int:
+    """Percent of a multiprocessor's shared memory, `every` bytes, that programs of `shared` bytes take."""
+    return min(-(-100 * programs * (shared + _RESERVED) // every), 100)
 
 
 def _wants_no_scratch(run: Any) -> bool:
