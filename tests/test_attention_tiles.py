@@ -45,7 +45,8 @@ class Needs(NamedTuple):
 def needs_of(head_dim: int, kv_heads: int, tiles: Tiling, folder: Path) -> Needs:
     constants = (
         head_dim, head_dim, kv_heads, 4, 4, 16, 32, tiles.block_m, tiles.tile.block_n, tiles.rows,
-        tiles.parts, tiles.split, tiles.unmasked, False, False, "tf32", tiles.tile.stages, False, False, 8, True,
+        tiles.parts, tiles.split, tiles.unmasked, False, False, "tf32", tiles.tile.stages, False, False, 8,
+        True,
     )  # fmt: skip
     names: list[str] = attend_kernel.arg_names[: -len(constants)]
     types = dict.fromkeys(names, "i32") | dict.fromkeys(("scale", "softcap"), "fp32")
