@@ -10,6 +10,7 @@ import pytest
 import torch
 from cheap_traces import make_traces_cheap
 from hypothesis import HealthCheck, settings
+from interpreter import INTERPRETED, make_interpreter_cheap
 from torch import nn
 
 import piecewise_graph as pg
@@ -27,6 +28,8 @@ settings.load_profile("piecewise")
 
 gc.collect()
 make_traces_cheap()
+if INTERPRETED:
+    make_interpreter_cheap()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
