@@ -15,7 +15,7 @@ the cache then. Per shape:
   are the same seconds, those spent capturing, and memory (`held_bytes`: reserved by torch, `device_bytes`:
   taken from the device, `peak_bytes`: highest use). "raw" and "meta" capture what "compile" has compiled.
 * forward: the same process; the sides take turns. `host_us` is the time until a call returns. The floor is
-  the bytes of the weights over the read bandwidth, measured there too.
+  the bytes of the weights over the read bandwidth (common.py), measured there too.
 
 All steps run off CUDA's default stream, where launching many graphs is cheaper. A side that fails, or takes
 longer than --patience to become ready, is a row that says so; so is a side that --budget leaves no time for.

@@ -3,7 +3,7 @@
     python -m benchmarks.bench_decode
 
 Random bf16 weights; attention (our op, at a context of 128 tokens per request) and logits included. No option
-of `pg.compile` is set, unless asked for. The floor is bytes of weights over the measured read bandwidth.
+of `pg.compile` is set, unless asked for. The floor is bytes of weights over the read bandwidth (common.py).
 Sides alternate in one process; device and host time of a frozen forward are told apart.
 """
 
@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batches", default="1,4,16,32")
     parser.add_argument("--implementation", help="of attention; None = triton on a GPU")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--bandwidth", type=float, help="bytes per second, None = measured")
+    parser.add_argument("--bandwidth", type=float, help="bytes per second, None = as in common.py")
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--specialize", default="", help="batches with code of their own, as '1,32'")
     parser.add_argument("--deterministic", action="store_true", help="one order of summation in all batches")

@@ -245,7 +245,7 @@ def _options(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--rounds", type=int, default=5, help="measurements of a turn, 5 rounds each")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--bandwidth", type=float, help="bytes per second, None = measured")
+    parser.add_argument("--bandwidth", type=float, help="bytes per second, None = as in common.py")
     parser.add_argument("--compiler", default="inductor")
     own = {"type": wholes(1), "default": ""}
     parser.add_argument("--specialize", **own, help="row counts with code of their own; empty = none")

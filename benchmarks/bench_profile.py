@@ -4,7 +4,7 @@
 
 A full graph of `pg.compile(model)` without options, attention at a context of 128 tokens per request and
 logits included. The kernels of a replay come in the order of the model's calls, so the n-th matrix product
-reads the n-th weight. A part's share is its bytes over its time, over the measured read bandwidth.
+reads the n-th weight. A part's share is its bytes over its time, over the read bandwidth (common.py).
 """
 
 from __future__ import annotations

@@ -105,7 +105,14 @@ def test_tiles_of_a_short_verification_are_large_for_few_programs(
     head_dim: int, rows: int, tokens: int
 ) -> None:
     assert tiling(head_dim, 8, 1, rows).tile.block_n == tokens
-    assert tiling(head_dim, 8, 24, rows).tile.block_n < tokens or (head_dim, rows) == (128, 8)
+    many = tiling(head_dim, 8, 24, rows).tile  # of 8 rows with heads of 128: as many tokens, by fewer warps
+    assert many.block_n < tokens or many.warps < 8
+
+
+@pytest.mark.parametrize(("kv_heads", "tokens"), [(1, 128), (32, 128), (34, 32), (72, 32)])
+def test_one_row_has_large_tiles_up_to_a_program_for_four_multiprocessors(kv_heads: int, tokens: int) -> None:
+    """With more, a program at a time on each multiprocessor would leave some of them idle."""
+    assert tiling(128, kv_heads, 1).tile.block_n == tokens
 
 
 @pytest.mark.parametrize(

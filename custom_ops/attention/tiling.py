@@ -18,7 +18,8 @@ Note [Shared memory beside one row]
 Linears of one row read their weight through the first-level cache. Beside an attention kernel that has most
 of a multiprocessor's memory kept for it they lost up to a fifth of their speed (Llama-3-8B, one request: a
 step of 3.92 ms became 4.15). So large tiles have no more set aside than they take (Note [First-level cache]
-in launch.py): the same step took 3.87 ms. Other tiles of one row take less than 48 KiB.
+in launch.py): the same step took 3.87 ms. With up to 16 query heads per KV head, and heads of up to 128
+elements, other tiles of one row take less than 48 KiB.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Tile(NamedTuple):
 
     Attributes:
         block_n: tokens.
-        resident: programs that a multiprocessor runs at a time.
+        resident: programs per multiprocessor that splits are made for. In decode so many run at a time; for
+            more rows registers may hold fewer.
         set_aside: programs that shared memory is kept for (Note [Shared memory beside one row]); 0 = all of
             it, where one takes more than 48 KiB.
     """
@@ -97,8 +99,8 @@ def tile_batch(
     Args:
         span: upper bound of the tokens that the rows of one request see.
         processors: multiprocessors of the GPU.
-        large: tiles may be large. Not for batches of prompts, which so have one variant less, nor where a
-            multiprocessor has too little memory.
+        large: tiles may be large. Not for batches of prompts, which so have one variant less, nor on GPUs
+            with less memory than those that were measured.
     """
     dim, group, itemsize = triton.next_power_of_2(traits.head_dim), traits.group, traits.dtype.itemsize
     packed = _INVARIANT_ROWS if traits.deterministic else max(max_query_len, 1) * group
@@ -107,7 +109,7 @@ def tile_batch(
     each = -(-max_query_len // block_q)
     blocks = max(min(requests * each, num_tokens // block_q + requests), 1)
     programs = blocks * traits.kv_heads / processors
-    tile = _tile(block_m, dim * itemsize, itemsize, programs, large, large and num_tokens == 1)
+    tile = _tile(block_m, dim * itemsize, itemsize, programs, large, num_tokens == 1)
     min_tiles = max(_MIN_SPLIT // tile.block_n, 1)
     rows = min(triton.next_power_of_2(min(block_q, max_query_len) * group), 16, 4096 // dim)
     parts = max(min(_COMBINED * tile.warps // (rows * dim), 32), 1)
@@ -159,12 +161,14 @@ def _tile(block_m: int, row_bytes: int, itemsize: int, programs: float, large: b
     full. float32 stays on the ordinary units, whose operands take many registers.
 
     Args:
+        row_bytes: of K, of one token and head, padding included.
         programs: per multiprocessor, where nothing is split.
+        one_row: the batch has a single row, beside which twice as many programs are few.
     """
     few, resident = programs <= 1 / 8, _RESIDENT[block_m]
     if itemsize == 4:
         return Tile(32 if block_m == 16 else 16, 8, 2, resident)
-    if block_m == 16 and large and (few or one_row) and row_bytes in (256, 512):
+    if block_m == 16 and large and programs <= (1 / 4 if one_row else 1 / 8) and row_bytes in (256, 512):
         return Tile(32768 // row_bytes, 8, 3, resident=1, set_aside=1)
     is_full = large and 0.9 * math.ceil(programs) <= programs <= 2
     if block_m == 16 and row_bytes in (128, 256) and (few or is_full):

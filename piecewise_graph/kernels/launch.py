@@ -76,8 +76,8 @@ class Launcher:
         kernel: a `triton.jit` function whose constexpr parameters come last and whose integer parameters are
             all in `do_not_specialize`.
         set_aside: programs of one multiprocessor that shared memory is set aside for, which leaves the rest
-            to the cache (Note [First-level cache]); 0 = as Triton has it. Launchers of one kernel that differ
-            in this only share a variant, whose last setting holds.
+            to the cache (Note [First-level cache]); 0 = as Triton has it. No other launcher may have the same
+            kernel with the same options and constants: they would share one variant, and this with it.
         options: num_warps, num_stages, launch_pdl (launch as a dependent of the kernel before).
     """
 
@@ -262,11 +262,12 @@ def _enqueue(variant: Any, device: int) -> Enqueue:
 
 
 def _set_aside(variant: Any, programs: int, device: torch.device) -> None:
-    """Have a multiprocessor keep shared memory for so many programs; a hint, which may fail."""
+    """Have a multiprocessor keep shared memory for so many programs: a hint to the driver."""
     every = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    driver, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(variant.function)
-    driver.cuFuncSetCacheConfig(function, _NO_PREFERENCE)
-    driver.cuFuncSetAttribute(function, CARVEOUT, carveout(variant.metadata.shared, programs, every))
+    with suppress(OSError):  # it has another name on other systems
+        driver, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(variant.function)
+        driver.cuFuncSetCacheConfig(function, _NO_PREFERENCE)
+        driver.cuFuncSetAttribute(function, CARVEOUT, carveout(variant.metadata.shared, programs, every))
 
 
 def carveout(shared: int, programs: int, every: int) -> int:
