@@ -226,8 +226,8 @@ class InputError(PiecewiseError):
     """A call's inputs do not fit the trace that it reached."""
 
     @staticmethod
-    def other_size(name: str, dim: int, found: int, expected: int) -> str:
-        return f"{name} has size {found} in dimension {dim}, the trace needs {expected}"
+    def other_size(name: str, dim: int | None, found: int, expected: int) -> str:
+        return f"{name}{'' if dim is None else f', dimension {dim},'} is {found}, the trace needs {expected}"
 
     @staticmethod
     def outside_range(tokens: int, allowed: str) -> str:

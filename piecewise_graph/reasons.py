@@ -23,6 +23,7 @@ REMEDIES = {
     "bucket_outside_trace": "add a capture size inside the range that pg.explain prints for the trace",
     "capture_failed": "read the failure in pg.explain; after mending it, pg.reset() captures again",
     "captured_by_caller": "none needed; call the model once before you capture around it",
+    "changes_a_shape_in_place": "call it without the underscore, h = h.t() in place of h.t_()",
     "cuda_graphs_off": "compile with cuda_graphs='auto'",
     "data_dependent": "keep .item() and branches on values outside of the model, or in a splitting op",
     "data_dependent_size": "keep nonzero() and boolean masks outside of the model, or in a splitting op",

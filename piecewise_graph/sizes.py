@@ -181,8 +181,9 @@ class ShapeContract:
     Attributes:
         symbols: the size symbols of the trace, the token symbol first where there is one.
         sources: where each symbol's value is read: (argument index, dim), dim None for an int argument.
-        dims: (argument index, dim, expression) of every size of an argument that Dynamo made a symbol of. The
-            expression of one that it found to be the same in every call is a number.
+        dims: (argument index, dim, expression) of every size of an argument that Dynamo made a symbol of, and
+            of every int argument, whose dim is None. The expression of one that it found to be the same in
+            every call is a number.
         guards: conditions over the symbols that the trace relies on.
         ranges: (lowest, highest) of each symbol, None where unbounded.
         names: argument names, for messages.
@@ -191,7 +192,7 @@ class ShapeContract:
 
     symbols: tuple[sympy.Symbol, ...]
     sources: tuple[tuple[int, int | None], ...]
-    dims: tuple[tuple[int, int, sympy.Expr], ...]
+    dims: tuple[tuple[int, int | None, sympy.Expr], ...]
     guards: tuple[sympy.Basic, ...]
     ranges: tuple[Range, ...]
     names: tuple[str, ...]
@@ -231,14 +232,14 @@ class ShapeContract:
     def read_sizes(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """The value of each symbol in this call."""
         return {
-            symbol: args[index] if dim is None else args[index].shape[dim]
+            symbol: _size(args, index, dim)
             for symbol, (index, dim) in zip(self.symbols, self.sources, strict=True)
         }
 
     def dim_violation(self, args: Sequence[Any], sizes: Sizes) -> str | None:
         """Which argument has another size than the trace says it has at `sizes`; None when all agree."""
         for index, dim, expr in self.dims:
-            found, expected = args[index].shape[dim], evaluate(expr, sizes)
+            found, expected = _size(args, index, dim), evaluate(expr, sizes)
             if found != expected:
                 return InputError.other_size(self.names[index], dim, found, expected)
         return None
@@ -268,6 +269,11 @@ class ShapeContract:
                 yield InputError.guard_not_met(guard, sizes)
 
 
+def _size(args: Sequence[Any], index: int, dim: int | None) -> Any:
+    """A size of a tensor among a call's arguments, or a number there."""
+    return args[index] if dim is None else args[index].shape[dim]
+
+
 def range_text(bounds: Range) -> str:
     """`2 to 32 tokens`, `2 tokens or more`, `1 token or more`."""
     low, high = bounds
@@ -275,6 +281,9 @@ def range_text(bounds: Range) -> str:
 
 
 def relaxed_range(bounds: Range) -> Range:
-    """Let a range that starts at 2 only because torch assumes so start at 1 (pg.compile checks that)."""
+    """Let a range that starts at 2 only because torch assumes so start at 1.
+
+    For the token count, which pg.compile checks at one token. Another size that is 1 has a trace of its own.
+    """
     low, high = bounds
     return (1, high) if low == 2 else bounds

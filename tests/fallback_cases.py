@@ -143,6 +143,7 @@ CASES = {
     "autocast_region_crosses_a_cut": Case(a(autocast_around_an_op)),
     # the trace is valid below 6 only, and no bucket below 6 holds 5 tokens
     "bucket_outside_trace": Case(a(branch_at_six), counts=(3, 5, 5), hits=1),
+    "changes_a_shape_in_place": Case(a(lambda x: ops.mix(x * 2).t_().flip(1).t())),
     "cuda_graphs_off": Case(lambda d: Blocks().to(d), options={"cuda_graphs": "off"}),
     # a Python float that changes becomes a tensor that is read back to the host; two calls have it fixed
     "data_dependent": Case(a(scaled_and_written), calls=scalar_changes, hits=2, counts=(3, 4, 5, 6)),

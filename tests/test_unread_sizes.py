@@ -27,6 +27,7 @@ NUMBERS = {
     "larger than the count": scaled(lambda x, k: 100 if x.shape[0] > k else 1),
     "times the count": scaled(lambda x, k: 100 if x.shape[0] * k > 20 else 1),
     "in the graph as well": scaled(lambda x, k: (100 if k == 4 else 1) + x * k),
+    "as many as tokens, and in the graph": scaled(lambda x, k: x.new_ones(int(k)).sum() * (x.shape[0] == k)),
 }
 SHAPES = {
     "larger": scaled(lambda x, y: 100 if y.shape[0] > 3 else 1),
@@ -56,6 +57,46 @@ def test_the_shape_of_a_tensor(model: Callable[..., Any], device: torch.device) 
     for tokens, other in ((5, 5), (7, 7), (5, 6), (5, 2), (5, 3), (4, 4), (4, 1), (1, 5), (1, 1), (5, 5)):
         x, y = rows(tokens, device), rows(other, device)
         assert_same(fast(x, y), model(x, y))
+
+
+GROUPED: dict[str, Callable[..., Any]] = {
+    "groups": lambda x, groups: x.view(groups, x.shape[0] // groups, 8).cumsum(1).view(-1, 8),
+    "rows": lambda x, rows: x[:1].expand(rows, 8) + x[-rows:],
+    "rows of another": lambda x, rows: x * 2 + x.new_ones(rows).sum() if x.shape[0] == rows else x * 3,
+}
+
+
+@pytest.mark.parametrize("model", GROUPED.values(), ids=GROUPED)
+def test_a_number_that_was_the_token_count(model: Callable[..., Any], device: torch.device) -> None:
+    """Dynamo has one symbol for both then."""
+    fast = compiled(model, token_dim={"x": 0})
+    for tokens, number in ((8, 8), (6, 6), (6, 2), (8, 4), (4, 4), (8, 8)):
+        x = rows(tokens, device)
+        assert_same(fast(x, number), model(x, number))
+
+
+def test_two_numbers_that_were_equal(device: torch.device) -> None:
+    def model(x: torch.Tensor, k: int, m: int) -> torch.Tensor:
+        return x * 2 + x.new_ones(k, m).sum() if k == m else x * 3
+
+    fast = compiled(model, token_dim={"x": 0})
+    for tokens, k, m in ((8, 7, 7), (6, 5, 5), (6, 5, 4), (6, 4, 4)):
+        assert_same(fast(x := rows(tokens, device), k, m), model(x, k, m))
+
+
+BATCHED: dict[str, Callable[..., Any]] = {
+    "branch": lambda x: x * 2 if x.shape[0] == 1 else x * 3,
+    "spread": lambda x: x + (x.std(0) if x.shape[0] > 1 else 0),
+    "product": lambda x: torch.bmm(x, x.transpose(1, 2)) if x.shape[0] > 1 else x,
+}
+
+
+@pytest.mark.parametrize("model", BATCHED.values(), ids=BATCHED)
+def test_another_size_that_becomes_one(model: Callable[..., Any], device: torch.device) -> None:
+    fast = compiled(model, token_dim={"x": 1})
+    for batch, tokens in ((2, 8), (3, 8), (1, 8), (3, 5), (1, 5), (2, 1), (1, 1), (3, 1)):
+        x = torch.randn(batch, tokens, 8, device=device)
+        assert_same(fast(x), model(x))
 
 
 def test_numbers_of_the_closure(device: torch.device) -> None:

@@ -35,9 +35,9 @@ def shape_guards(shape_env: Any) -> tuple[sympy.Basic, ...]:
 def takes_all_sizes(gm: GraphModule) -> bool:
     """Each size and number that Dynamo made a symbol of is an argument of the graph, or a size of one.
 
-    Others steered the trace and left the graph, or never entered it, or were found to be one number: only
-    Dynamo's own guards check them. Where an argument is a view, the sizes of what it views have symbols too,
-    which no forward asks for.
+    Others steered the trace and left the graph, or never entered it, or were found to be one number or to
+    follow from others: only Dynamo's own guards check them. Where an argument is a view, the sizes of what it
+    views have symbols too, which no forward asks for.
     """
     from torch._dynamo.source import TensorProperty
     from torch._guards import TracingContext
@@ -54,8 +54,10 @@ def takes_all_sizes(gm: GraphModule) -> bool:
         tensor = getattr(source, "base", source)
         if source_text(tensor) in taken and getattr(source, "prop", None) is TensorProperty.SIZE:
             return True
-        found = {source_text(source), source_text(tensor)} & taken
-        return bool(found) and not shape_env.replace(symbol).is_number
+        stands_for = shape_env.replace(symbol)
+        if source_text(source) in taken:
+            return bool(stands_for.is_Symbol)
+        return source_text(tensor) in taken and not stands_for.is_number
 
     return all(
         symbol.is_integer and is_taken(symbol, source)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -150,6 +149,8 @@ def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
         return "tensor_subclass"
     if any(map(_is_written_dropout, gm.graph.nodes)):
         return "writes_an_input"
+    if any(map(_changes_shape_in_place, gm.graph.nodes)):
+        return "changes_a_shape_in_place"
     kinds = {x.device.type for x in tensors if torch.amp.is_autocast_available(x.device.type)}
     return "autocast" if any(map(torch.is_autocast_enabled, kinds)) else None
 
@@ -163,6 +164,14 @@ def _is_written_dropout(node: Node) -> bool:
     return any(may_write(user) for n in sharing for user in n.users if user.args and user.args[0] is n)
 
 
+def _changes_shape_in_place(node: Node) -> bool:
+    """A tensor that a replay keeps would have another shape at every other replay."""
+    op = getattr(torch.ops.aten, str(node.target), None) if node.op == "call_method" else None
+    if op is None or node.target == "detach_":
+        return False
+    return any(torch.Tag.inplace_view in getattr(op, name).tags for name in op.overloads())
+
+
 def contract_of(gm: GraphModule, graph: SplitGraph, is_whole: bool) -> ShapeContract:
     """For which arguments the trace is valid, as far as is known by now."""
     shape_env = _torch.shape_env_of(gm)
@@ -173,18 +182,18 @@ def contract_of(gm: GraphModule, graph: SplitGraph, is_whole: bool) -> ShapeCont
         for dim, size in enumerate(spec.shape)
         if (index, dim) in symbolic
     ]
-    sources: dict[sympy.Symbol, tuple[int, int | None]] = {
-        given.symbol: (index, None) for index, given in enumerate(graph.inputs) if given.symbol is not None
-    }
-    sources.update((size, (index, dim)) for index, dim, size in reversed(dims) if size.is_Symbol)
+    numbers = [(index, None, x.symbol) for index, x in enumerate(graph.inputs) if x.symbol is not None]
+    read = [*dims, *numbers]  # a number may be one that is a size, or another number
+    sources = {size: (index, dim) for index, dim, size in reversed(read) if size.is_Symbol}
     known = [symbol for symbol in graph.symbols if symbol in sources]
     guards = _torch.shape_guards(shape_env) if shape_env is not None else ()
+    ranges = [_torch.value_range(shape_env, symbol) for symbol in known]
     return ShapeContract(
         tuple(known),
         tuple(sources[symbol] for symbol in known),
-        tuple(dims),
+        tuple(read),
         tuple(guard for guard in guards if guard.free_symbols <= set(known)),
-        tuple(relaxed_range(_torch.value_range(shape_env, symbol)) for symbol in known),
+        tuple(map(relaxed_range, ranges) if len(known) == 1 else ranges),
         tuple(given.name for given in graph.inputs),
         is_whole,
     )

@@ -138,7 +138,7 @@ def _same(leaf: Tensor, tensor: Tensor) -> bool:
 def _source_of(runtime: Runtime, index: int) -> tuple[int, int, int]:
     contract, symbol = runtime.program.contract, runtime.program.split.inputs[index].symbol
     for argument, dim, expr in contract.dims:
-        if expr == symbol:
+        if expr == symbol and dim is not None:
             return index, argument, dim
     raise FreezeError.integer_argument(runtime.program.split.inputs[index].name)
 
