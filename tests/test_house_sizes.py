@@ -71,17 +71,17 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1303,
+    "beside": 1307,
     "ranks": 394,
-    "_torch": 842,
+    "_torch": 860,
     "kernels": 1236,
     "splitter": 1361,
     "analysis": 1672,
-    "compiler": 2079,
+    "compiler": 2086,
     "recorder": 1184,
     "runtime": 1439,
     "inspection": 999,
-    "frontend": 1239,
+    "frontend": 1275,
     "custom_ops": 3546,
     "eagle": 3300,
     "integrations": 721,

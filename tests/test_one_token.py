@@ -1,13 +1,16 @@
-"""The option `one_token`: who says that a model does the same with one token as with several."""
+"""Whether a model does the same with one token as with several, and the option `one_token`: who says so."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 from toys import Blocks, assert_same, compiled, rows
 
+import piecewise_graph as pg
 from piecewise_graph.frontend.compile import CompiledModel
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -26,6 +29,75 @@ def test_a_trusted_model_is_not_traced_at_one_token(
         x = rows(count, device)
         assert_same(fast(x), model(x))
     assert len(found) == looks
+
+
+def swapped(x: Tensor) -> Any:
+    a, b = x * 2, x * 3
+    return (b, a) if x.shape[0] == 1 else (a, b)
+
+
+class Remembers(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        a, b = x * 2, x * 3
+        self.last = a if x.shape[0] > 1 else b
+        return a + b, self.last
+
+
+class Result(NamedTuple):
+    hidden: Tensor
+    kind: str
+
+
+RESULTS: dict[str, Any] = {
+    "in another order": swapped,
+    "a word": lambda x: (x * 2, "prefill" if x.shape[0] > 1 else "decode"),
+    "a key": lambda x: {"a" if x.shape[0] > 1 else "b": x * 2},
+    "a list or a tuple": lambda x: [x * 2, x + 1] if x.shape[0] > 1 else (x * 2, x + 1),
+    "one of two twice": lambda x: ((a := x * 2), (b := x + 1), a if x.shape[0] > 1 else b),
+    "numbers": lambda x: (x * 2, list(range(min(x.shape[0], 2)))),
+    "an argument or nothing": lambda x: (x * 2, x if x.shape[0] == 1 else None),
+    "an attribute": Remembers(),
+}
+ALIKE: dict[str, Any] = {
+    "tensors": lambda x: {"h": x * 2, "more": [x + 1, (x, None, "word")]},
+    "the count": lambda x: (x * 2, x.shape[0], x.shape[0] + 1, x * 3),
+    "an answer": lambda x: (x * 2, x.shape[0] > 1),
+    "an object": lambda x: Result(x * 2, "word"),
+    "one tensor": lambda x: x * 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "traces"),
+    [*((model, 2) for model in RESULTS.values()), *((model, 1) for model in ALIKE.values())],
+    ids=[*RESULTS, *ALIKE],
+)
+def test_what_is_returned_at_one_token_may_differ(model: Any, traces: int, device: torch.device) -> None:
+    """The calls are the same. What does not differ has no trace for one token."""
+    fast = compiled(model, token_dim={"x": 0})
+    with pg.counters.expect(traces=traces):
+        for count in (8, 5, 1, 1, 3, 1):
+            x = rows(count, device)
+            assert_alike(fast(x), model(x))
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    """The same structure, with the same tensors and constants."""
+    found, structure = tree_flatten(found)
+    expected, expected_structure = tree_flatten(expected)
+    assert structure == expected_structure
+    for one, other in zip(found, expected, strict=True):
+        assert type(one) is type(other)
+        if isinstance(one, Tensor):
+            assert_same(one, other)
+        else:
+            assert one == other
+
+
+def test_a_frozen_call_at_one_token_does_not_return_what_several_do(device: torch.device) -> None:
+    frozen = pg.freeze(compiled(swapped, token_dim={"x": 0}), rows(8, device))
+    with pytest.raises(pg.errors.FreezeError, match="one token"):
+        frozen(rows(1, device))
 
 
 @pytest.mark.parametrize(("option", "factor"), [("traced", 1), ("trusted", 2)])

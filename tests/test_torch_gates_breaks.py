@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import pytest
 import torch
 import traced
 from torch import Tensor
+from torch.fx import GraphModule
 from traced import Small, trace
 
 from piecewise_graph import _torch
@@ -66,3 +68,21 @@ def test_what_cannot_be_traced_whole_raises_before_it_runs() -> None:
     assert not ran
     fast(torch.ones(3))
     assert ran == [1]
+
+
+def test_a_backend_gets_the_code_that_dynamo_makes_of_its_frame() -> None:
+    made: list[CodeType] = []
+
+    def look(gm: GraphModule) -> None:
+        _torch.await_code(made.append)
+
+    for _ in range(2):
+        trace(doubled, torch.ones(3), look=look)
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))  # nobody waits for this one's
+    assert len(made) == 2
+    assert all("__compiled_fn" in " ".join(code.co_names) for code in made)
+
+
+def test_nobody_awaits_code_outside_of_a_trace() -> None:
+    _torch.await_code(lambda code: pytest.fail("there is none"))
+    torch.compile(doubled, backend="eager")(torch.ones(3))

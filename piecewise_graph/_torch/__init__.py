@@ -44,6 +44,7 @@ from piecewise_graph._torch.distributed import (
 from piecewise_graph._torch.graphs import (
     argument_values as argument_values,
     assigned_attributes as assigned_attributes,
+    await_code as await_code,
     backend_error as backend_error,
     changed_objects as changed_objects,
     comparable as comparable,

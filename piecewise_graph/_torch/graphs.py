@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -248,6 +249,27 @@ def current_root_code() -> CodeType | None:
         return InstructionTranslator.current_tx().output.root_tx.f_code
     except AttributeError:
         return None
+
+
+_awaited: dict[CodeType, Callable[[CodeType], None]] = {}
+
+
+def await_code(then: Callable[[CodeType], None]) -> None:
+    """Have `then` called with the code that Dynamo makes of the frame being traced; for backends."""
+    code = current_root_code()
+    if code is not None:
+        _watch_code()
+        _awaited[code] = then
+
+
+@cache
+def _watch_code() -> None:
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    def hook(code: CodeType, new_code: CodeType) -> Any:
+        _awaited.pop(code, lambda new_code: None)(new_code)
+
+    register_bytecode_hook(hook)
 
 
 def original_callable(compiled: Any) -> Any | None:

@@ -47,7 +47,7 @@ from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, TraceError
 from piecewise_graph.frontend.generate import CompiledGenerate, generates
 from piecewise_graph.frontend.model_backend import ModelBackend
-from piecewise_graph.frontend.one_token import Signature, is_of_transformers, signature
+from piecewise_graph.frontend.one_token import Signature, is_of_transformers, note_signature
 from piecewise_graph.frontend.strides import with_plain_strides
 from piecewise_graph.frontend.token_dims import BatchDims, TokenDims
 from piecewise_graph.frontend.untraced import untraced
@@ -228,7 +228,7 @@ class CompiledModel:
         signatures: list[Signature] = []
 
         def collect(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            signatures.append(signature(gm))
+            note_signature(signatures, gm)
             return _stop
 
         with suppress(TracedOnly, RuntimeError):

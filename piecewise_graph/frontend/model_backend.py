@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from piecewise_graph import _torch
 from piecewise_graph.backend import build
 from piecewise_graph.errors import TokenDimError
-from piecewise_graph.frontend.one_token import signature
+from piecewise_graph.frontend.one_token import note_signature
 from piecewise_graph.frontend.onward import marking_onward
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.runtime import Runtime
@@ -33,7 +33,7 @@ class ModelBackend:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         _torch.tell_of_reset(self)
-        self._state.signatures.append(signature(gm))
+        note_signature(self._state.signatures, gm)
         onward = marking_onward(gm) if _torch.returns_intermediates(gm) else None
         trace = build(gm, example_inputs, lambda weights: self._state)
         runtime = self._state.traces[-1]

@@ -1,13 +1,18 @@
 """Whether the trace of many tokens is also the trace of one (Note [One trace] in frontend/compile.py).
 
 A dynamic size is assumed to be at least 2 while it is traced, so `if T > 1`, `bool(T - 1)` or `x.squeeze(0)`
-are decided for T >= 2 and leave neither a guard nor a branch behind. What they decided shows in one place: a
-trace at T = 1 has other calls, other constants or other shapes.
+are decided for T >= 2 and leave neither a guard nor a branch behind. What they decided shows in two places. A
+trace at T = 1 has other calls, other constants or other shapes. Or Dynamo's code does something else with the
+results of the graph: it returns them in another order, beside other constants, or stores them elsewhere.
 """
 
 from __future__ import annotations
 
-from types import FunctionType
+import dis
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType
 from typing import Any
 
 import sympy
@@ -20,6 +25,8 @@ from piecewise_graph import _torch
 from piecewise_graph.sizes import is_scalar
 
 Signature = tuple[Any, ...]
+# Names that each code of Dynamo has for itself, and what tells its names of objects from those of another.
+_OWN_NAMES = re.compile(r"\b(tmp|__compiled_fn)_\w+|_c[0-9]+\b")
 
 
 def is_of_transformers(model: Any) -> bool:
@@ -35,8 +42,26 @@ def _only_adapts_layers(model: Any) -> bool:
     return bool(configs) and not any(config.is_prompt_learning for config in configs)
 
 
-def signature(gm: GraphModule) -> Signature:
-    """The graph's calls with their constants and shapes, every size replaced by its value at one token."""
+def note_signature(signatures: list[Signature], gm: GraphModule) -> None:
+    """Append the signature of the trace that Dynamo makes a backend's argument of.
+
+    What Dynamo's code does with the results follows when that code is made.
+    """
+    calls, place, results = _calls(gm), len(signatures), _results(gm)
+    signatures.append(calls)
+
+    def note_code(code: CodeType) -> None:
+        if signatures[place:] == [calls]:  # Dynamo was not reset since
+            signatures[place] = (*calls, *_after_graph(code, results))
+
+    _torch.await_code(note_code)
+
+
+def _calls(gm: GraphModule) -> Signature:
+    """The graph's calls with their constants and shapes, every size replaced by its value at one token.
+
+    The last is what the graph returns, apart from sizes.
+    """
     numbers: dict[Node, int] = {}
     calls: list[Any] = []
     for node in gm.graph.nodes:
@@ -45,7 +70,40 @@ def signature(gm: GraphModule) -> Signature:
             operands = map_arg((node.args, dict(node.kwargs)), lambda arg: _operand(arg, numbers))
             numbers[node] = len(calls)
             calls.append((node.op, _target(node), repr(_plain(operands)), _shapes(value)))
-    return tuple(calls)
+    returned: Any = gm.graph.output_node().args[0]
+    tensors = [x for x in returned if isinstance(x, Node) and not is_scalar(_torch.example_value(x))]
+    return *calls, tuple(_operand(node, numbers) for node in tensors)
+
+
+def _results(gm: GraphModule) -> list[str]:
+    """The results of a graph, in order: a size as it is at one token, tensors by number."""
+    tensor = itertools.count()
+    return [
+        _at_one(value) if is_scalar(value) else f"tensor {next(tensor)}"
+        for value in _torch.returned_values(gm)
+    ]
+
+
+def _after_graph(code: CodeType, results: Sequence[str]) -> Iterator[str]:
+    """What code of Dynamo does when the graph has returned, as text; results by their names in `results`."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("PRECALL", "CACHE")]
+    stored = [i for i, step in enumerate(steps) if step.opname == "STORE_FAST" and _is_output(step)]
+    calls = [i for i, step in enumerate(steps) if step.opname.startswith("CALL")]
+    rest = iter(steps[max(stored or calls, default=-1) + 1 :])
+    for step in rest:
+        if step.opname.startswith("LOAD_") and _is_output(step):
+            index = next(rest, step).argval
+            next(rest, None)  # takes the item
+            yield results[index] if index in range(len(results)) else str(index)
+        elif step.opname.startswith("LOAD_") and isinstance(step.argval, int):
+            yield step.argrepr
+        elif not _is_output(step):
+            yield f"{step.opname} {_OWN_NAMES.sub('', step.argrepr)}"
+
+
+def _is_output(step: dis.Instruction) -> bool:
+    """It concerns the variable that Dynamo keeps a graph's results in."""
+    return str(step.argval).startswith("graph_out_")
 
 
 def _target(node: Node) -> str:
