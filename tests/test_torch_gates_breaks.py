@@ -12,7 +12,7 @@ import torch
 import traced
 from torch import Tensor
 from torch.fx import GraphModule
-from traced import Small, trace
+from traced import Small, dynamic, trace
 
 from piecewise_graph import _torch
 
@@ -81,6 +81,25 @@ def test_a_backend_gets_the_code_that_dynamo_makes_of_its_frame() -> None:
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))  # nobody waits for this one's
     assert len(made) == 2
     assert all("__compiled_fn" in " ".join(code.co_names) for code in made)
+
+
+@pytest.mark.parametrize(
+    ("model", "asked"),
+    [
+        (lambda x: x * x.stride(0), True),
+        (lambda x: x.t().is_contiguous() * x, True),
+        (lambda x: (x * 2).is_contiguous() * x, False),
+        (doubled, False),
+    ],
+    ids=["stride", "contiguity of a view", "of a result", "nothing"],
+)
+def test_a_backend_knows_whether_the_layout_of_an_argument_was_asked_for(
+    model: Callable[..., Any], asked: bool
+) -> None:
+    _torch.note_layouts_asked()
+    found: list[bool] = []
+    trace(model, dynamic(5, 8), look=lambda gm: found.append(_torch.asks_for_layouts(gm)))
+    assert found == [asked]
 
 
 def test_nobody_awaits_code_outside_of_a_trace() -> None:

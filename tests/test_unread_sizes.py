@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 from toys import assert_same, compiled, fallbacks, ops, rows
 
 import piecewise_graph as pg
@@ -207,3 +208,37 @@ def test_views_of_larger_tensors(name: str, device: torch.device) -> None:
         x = VIEWS[name](tokens, device)
         assert_same(fast(x), ops.mix(x * 2) + x)
     assert set(fallbacks(fast)) == ({"second_dynamic_dimension"} if name == "columns" else set())
+
+
+LAYOUTS: dict[str, Callable[..., Any]] = {
+    "a stride": lambda x: x * 2 + x.stride(0),
+    "strides": lambda x: x * sum(x.stride()),
+    "returned": lambda x: (x * 2, x.stride(0)),
+    "a branch": lambda x: x * 2 if x.is_contiguous() else x * 3,
+    "of a view": lambda x: x * 2 if x.t().is_contiguous() else x * 3,
+    "an offset": lambda x: x * 2 + x.storage_offset(),
+}
+
+
+@pytest.mark.parametrize("model", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_layout_that_the_forward_asked_for(model: Callable[..., Any], device: torch.device) -> None:
+    torch._dynamo.reset()
+    fast = compiled(model, token_dim={"x": 0})
+    layouts = [
+        lambda n: rows(n, device),
+        lambda n: torch.randn(n, 24, device=device)[:, :8],
+        lambda n: torch.randn(n + 2, 16, device=device)[2:, ::2],
+        lambda n: torch.randn(8, n, device=device).t(),
+    ]
+    for first in range(4):
+        for count, make in zip((5, 7, 5, 6, 3), (layouts * 2)[first:], strict=False):
+            x = make(count)
+            assert tree_flatten(fast(x))[0][1:] == tree_flatten(model(x))[0][1:]
+            assert_same(tree_flatten(fast(x))[0][0], tree_flatten(model(x))[0][0])
+
+
+def test_a_layout_of_what_the_forward_made_needs_no_guards_of_dynamo(device: torch.device) -> None:
+    fast = compiled(lambda x: ops.mix(x * 2) if (x * 2).is_contiguous() else x, token_dim={"x": 0})
+    with pg.counters.expect(traces=1):
+        for tokens in (5, 7, 3):
+            fast(rows(tokens, device))

@@ -70,6 +70,10 @@ from piecewise_graph._torch.graphs import (
     returns_intermediates as returns_intermediates,
     trace_with_constants as trace_with_constants,
 )
+from piecewise_graph._torch.layouts import (
+    asks_for_layouts as asks_for_layouts,
+    note_layouts_asked as note_layouts_asked,
+)
 from piecewise_graph._torch.ops import (
     OpOverload as OpOverload,
     OpOverloadPacket as OpOverloadPacket,

@@ -57,7 +57,8 @@ def build_program(
     reason = _keeps_whole(gm, example_inputs)
     if reason is not None:
         return reason
-    is_whole = _torch.takes_all_sizes(gm)  # asked before segments are compiled, which may add sizes
+    # Asked before segments are compiled, which may add sizes.
+    is_whole = _torch.takes_all_sizes(gm) and not _torch.asks_for_layouts(gm)
     merged, merge = merge_linears(gm, example_inputs) if config.merge_linears else (gm, Merge())
     try:
         traced = with_attention_inside(merged)
