@@ -71,7 +71,7 @@ class PiecewiseConfig:
             is padded where trials find no difference. Trials can be fooled.
         one_token: of pg.compile: "traced": the first call of one token is traced by itself, and served by the
             trace of several only where the two are alike; "trusted": it is served, as for every model of
-            transformers, which spares a trace.
+            transformers, which spares a trace. So is another size that is 1, a batch for instance.
         specialize: buckets whose segments are compiled for their exact size, kernels tuned by trying: faster
             decode steps for seconds of start-up per size. They have to be among the capture sizes.
         pool: a `GraphPool` to share between models, None = one of the model's own.

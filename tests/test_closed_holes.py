@@ -11,7 +11,7 @@ import torch
 from internals import replace_linear_choice, replace_segment_timing
 from torch import Tensor, nn
 from torch.nn import functional as F
-from toys import ops, rows
+from toys import assert_same, compiled, ops, rows
 
 import piecewise_graph as pg
 from piecewise_graph import _torch
@@ -258,3 +258,33 @@ def test_models_of_a_class_that_differ_in_a_number_are_each_captured() -> None:
         fast = pg.compile(model, compiler="eager", capture_sizes=[4], max_tokens=4, token_dim={"x": 0})
         with pg.counters.expect(traces=1, tapes=1, replays=2, fallbacks=0):
             agrees(fast, model, counts=(4, 3, 4))
+
+
+def as_strided(h: torch.Tensor) -> Any:
+    return torch.as_strided_(h, (8, 8), (1, 8))
+
+
+SHAPES_CHANGED: dict[str, Any] = {
+    "method": lambda h: h.t_(),
+    "swapped": lambda h: h.swapaxes_(0, 1),
+    "packet": torch.ops.aten.t_,
+    "overload": torch.ops.aten.transpose_.default,
+    "function": as_strided,
+}
+
+
+@pytest.mark.parametrize(
+    "before", [lambda x: x * 2, lambda x: ops.mix(x) + 1, ops.mix], ids=["own", "sum", "op"]
+)
+@pytest.mark.parametrize("name", SHAPES_CHANGED)
+def test_a_shape_that_is_changed_in_place(name: str, before: Any, device: torch.device) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        h = before(x)
+        change(h, 0, 1) if name == "overload" else change(h)
+        return ops.mix(h.flip(1).contiguous()) + h
+
+    change = SHAPES_CHANGED[name]
+    fast = compiled(model)
+    for count in (8, 8, 8, 8) if name == "function" else (8, 5, 8, 5, 8, 8):
+        x = rows(count, device)
+        assert_same(fast(x), model(x))

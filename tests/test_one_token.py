@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from toys import Blocks, assert_same, compiled, rows
+from transformers.modeling_outputs import BaseModelOutput
 
 import piecewise_graph as pg
 from piecewise_graph.frontend.compile import CompiledModel
@@ -63,6 +64,7 @@ ALIKE: dict[str, Any] = {
     "the count": lambda x: (x * 2, x.shape[0], x.shape[0] + 1, x * 3),
     "an answer": lambda x: (x * 2, x.shape[0] > 1),
     "an object": lambda x: Result(x * 2, "word"),
+    "an output": lambda x: BaseModelOutput(last_hidden_state=x * 2),
     "one tensor": lambda x: x * 2,
 }
 

@@ -93,7 +93,8 @@ def compiled_fields(
     """The fields of a Program that follow from how its trace was split; the segments are compiled."""
     graph = proved.split
     segments = compile_split(graph, config, compiled, proved.keys, proved.facts)
-    writes, contract = writes_arguments(graph, segments), contract_of(traced, graph, is_whole)
+    writes = writes_arguments(graph, segments)
+    contract = contract_of(traced, graph, is_whole, any_size_may_be_one=config.one_token == "trusted")
     return {
         "traced": traced,
         "split": graph,
@@ -167,14 +168,23 @@ def _is_written_dropout(node: Node) -> bool:
 
 def _changes_shape_in_place(node: Node) -> bool:
     """A tensor that a replay keeps would have another shape at every other replay."""
-    op = getattr(torch.ops.aten, str(node.target), None) if node.op == "call_method" else None
-    if op is None or node.target == "detach_":
+    name = str(getattr(node.target, "__name__", node.target)).partition(".")[
+        0
+    ]  # of an overload: `t_.default`
+    op = getattr(torch.ops.aten, name, None) if node.op.startswith("call_") and name.endswith("_") else None
+    if op is None or name == "detach_":
         return False
-    return any(torch.Tag.inplace_view in getattr(op, name).tags for name in op.overloads())
+    return any(torch.Tag.inplace_view in getattr(op, overload).tags for overload in op.overloads())
 
 
-def contract_of(gm: GraphModule, graph: SplitGraph, is_whole: bool) -> ShapeContract:
-    """For which arguments the trace is valid, as far as is known by now."""
+def contract_of(
+    gm: GraphModule, graph: SplitGraph, is_whole: bool, *, any_size_may_be_one: bool = False
+) -> ShapeContract:
+    """For which arguments the trace is valid, as far as is known by now.
+
+    Args:
+        any_size_may_be_one: not only the token count, which is compared at one token.
+    """
     shape_env = _torch.shape_env_of(gm)
     symbolic = _symbolic_dims(gm)
     dims = [
@@ -194,7 +204,7 @@ def contract_of(gm: GraphModule, graph: SplitGraph, is_whole: bool) -> ShapeCont
         tuple(sources[symbol] for symbol in known),
         tuple(read),
         tuple(guard for guard in guards if guard.free_symbols <= set(known)),
-        tuple(map(relaxed_range, ranges) if len(known) == 1 else ranges),
+        tuple(map(relaxed_range, ranges) if len(known) == 1 or any_size_may_be_one else ranges),
         tuple(given.name for given in graph.inputs),
         is_whole,
     )

@@ -34,6 +34,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,6 +105,7 @@ class CompiledModel:
         with_whole_kv_heads(model)
         prepare(config.compiler, config.cache_dir)
         self._given = model, token_dim, config, batch_dim
+        config = replace(config, one_token="trusted") if is_of_transformers(model) else config
         self._model = model
         self._finder = TokenDims(model, token_dim)
         self._batch_dims = None if batch_dim is None else BatchDims(batch_dim)
@@ -217,7 +219,7 @@ class CompiledModel:
         self, traces: Sequence[Signature], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether these traces of more tokens are one, and this call of one token would give the same."""
-        if self.model_state.config.one_token == "trusted" or is_of_transformers(self._model):
+        if self.model_state.config.one_token == "trusted":
             return True
         if self._at_one_token is None:
             self._at_one_token = self._traced_at_one_token(args, kwargs)

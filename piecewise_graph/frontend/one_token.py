@@ -97,6 +97,8 @@ def _after_graph(code: CodeType, results: Sequence[str]) -> Iterator[str]:
             yield results[index] if index in range(len(results)) else str(index)
         elif step.opname.startswith("LOAD_") and isinstance(step.argval, int):
             yield step.argrepr
+        elif "JUMP" in step.opname or step.opname == "FOR_ITER":
+            yield step.opname  # where to depends on the code before the graph
         elif not _is_output(step):
             yield f"{step.opname} {_OWN_NAMES.sub('', step.argrepr)}"
 
