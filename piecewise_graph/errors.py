@@ -227,7 +227,8 @@ class InputError(PiecewiseError):
 
     @staticmethod
     def other_size(name: str, dim: int | None, found: int, expected: int) -> str:
-        return f"{name}{'' if dim is None else f', dimension {dim},'} is {found}, the trace needs {expected}"
+        is_found = f"is {found}" if dim is None else f"has size {found} in dimension {dim}"
+        return f"{name} {is_found}, the trace needs {expected}"
 
     @staticmethod
     def outside_range(tokens: int, allowed: str) -> str:
@@ -239,10 +240,8 @@ class InputError(PiecewiseError):
 
     @classmethod
     def shape_contract(cls, what: str) -> InputError:
-        return cls(
-            f"the inputs do not fit the compiled trace: {what}.",
-            "pass inputs with equal token dimensions, or use pg.compile, which traces such a call anew.",
-        )
+        remedy = "pass inputs with equal token dimensions, or use pg.compile, which traces such a call anew."
+        return cls(f"the inputs do not fit the compiled trace: {what}.", remedy)
 
     @classmethod
     def no_tokens(cls, name: str, cause: str) -> InputError:
