@@ -283,7 +283,8 @@ def range_text(bounds: Range) -> str:
 def relaxed_range(bounds: Range) -> Range:
     """Let a range that starts at 2 only because torch assumes so start at 1.
 
-    For the token count, which pg.compile checks at one token. Another size that is 1 has a trace of its own.
+    For the token count, which pg.compile checks at one token, and for every size of a model that is trusted.
+    Another size that is 1 has a trace of its own.
     """
     low, high = bounds
     return (1, high) if low == 2 else bounds

@@ -71,9 +71,9 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1307,
+    "beside": 1305,
     "ranks": 394,
-    "_torch": 896,
+    "_torch": 890,
     "kernels": 1236,
     "splitter": 1361,
     "analysis": 1672,

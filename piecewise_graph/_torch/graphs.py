@@ -152,14 +152,11 @@ def module_source(node: Node) -> str:
 
 def assigned_attributes() -> frozenset[str]:
     """Source texts of the attributes that the traced code assigns, such as `L['self'].state`."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        assigned = InstructionTranslator.current_tx().output.side_effects.store_attr_mutations
-    except AttributeError:
+    output = graph_in_the_making()
+    if output is None:
         return frozenset()
     found = set()
-    for owner, names in assigned.items():
+    for owner, names in output.side_effects.store_attr_mutations.items():
         with suppress(AttributeError, NotImplementedError):  # made in the frame
             found |= {f"{source_text(owner.source)}.{name}" for name in names}
     return frozenset(found)
@@ -171,13 +168,12 @@ def changed_objects() -> tuple[str, ...]:
     Dynamo makes these changes after every call of its graph. Left out are globals (transformers sets a
     context variable, and sets it back), and the containers of `*args` and `**kwargs`.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
-    code = current_root_code()
-    if code is None:
+    output = graph_in_the_making()
+    if output is None:
         return ()
-    effects = InstructionTranslator.current_tx().output.side_effects
+    code, effects = output.root_tx.f_code, output.side_effects
     of_call = {f"L['{name}']" for name in code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]}
     made_here = (AttributeMutationNew, ValueMutationNew)
     given = [item for item in effects.id_to_variable.values() if item.source is not None]
@@ -241,14 +237,20 @@ def source_text(source: Any) -> str:
         return ""
 
 
-def current_root_code() -> CodeType | None:
-    """The code object whose frame Dynamo is compiling right now; None outside of a trace."""
+def graph_in_the_making() -> Any | None:
+    """Dynamo's own object of the graph that it is tracing right now; None outside of a trace."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        return InstructionTranslator.current_tx().output.root_tx.f_code
+        return InstructionTranslator.current_tx().output
     except AttributeError:
         return None
+
+
+def current_root_code() -> CodeType | None:
+    """The code object whose frame Dynamo is compiling right now; None outside of a trace."""
+    output = graph_in_the_making()
+    return None if output is None else output.root_tx.f_code
 
 
 _awaited: dict[CodeType, Callable[[CodeType], None]] = {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from piecewise_graph._torch.graphs import argument_values, example_value
+from piecewise_graph._torch.graphs import argument_values, example_value, graph_in_the_making
 from piecewise_graph._torch.tensors import share_storage
 
 _QUESTIONS = ("method_stride", "method_is_contiguous")
@@ -32,26 +32,16 @@ def asks_for_layouts(gm: GraphModule) -> bool:
     """
     arguments = [x for x in argument_values(gm) if isinstance(x, Tensor)]
     varying = [x for x in arguments if any(isinstance(size, torch.SymInt) for size in x.shape)]
-    asked = getattr(_output(), _ASKED, ())
+    asked = getattr(graph_in_the_making(), _ASKED, ())
     return any(share_storage(tensor, argument) for tensor in asked for argument in varying)
 
 
 def _noting(answer: Any) -> Any:
     @wraps(answer)
     def noted(variable: Any, *args: Any, **kwargs: Any) -> Any:
-        output, tensor = _output(), example_value(variable.proxy.node)
+        output, tensor = graph_in_the_making(), example_value(variable.proxy.node)
         if output is not None and isinstance(tensor, Tensor):
             vars(output).setdefault(_ASKED, []).append(tensor)
         return answer(variable, *args, **kwargs)
 
     return noted
-
-
-def _output() -> Any:
-    """Dynamo's graph in the making; None outside of a trace."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        return InstructionTranslator.current_tx().output
-    except AttributeError:
-        return None
