@@ -288,3 +288,19 @@ def test_a_shape_that_is_changed_in_place(name: str, before: Any, device: torch.
     for count in (8, 8, 8, 8) if name == "function" else (8, 5, 8, 5, 8, 8):
         x = rows(count, device)
         assert_same(fast(x), model(x))
+
+
+@pytest.mark.parametrize("change", SHAPES_CHANGED.values(), ids=SHAPES_CHANGED)
+def test_a_shape_that_is_changed_in_place_on_a_view_of_an_argument(change: Any, device: torch.device) -> None:
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = x.view(-1, 4, 2)[:, :, 0]
+        change(h, 0, 1) if change is SHAPES_CHANGED["overload"] else change(h)
+        return ops.mix(x * 2), h
+
+    fast = compiled(model)
+    for count in (8, 8) if change is as_strided else (8, 5, 8, 5):
+        x = rows(count, device)
+        made, view = fast(x)
+        assert_same((made, view), model(x))
+        x.mul_(2)
+        assert_same(view, model(x)[1])

@@ -86,20 +86,30 @@ def test_a_backend_gets_the_code_that_dynamo_makes_of_its_frame() -> None:
 @pytest.mark.parametrize(
     ("model", "asked"),
     [
-        (lambda x: x * x.stride(0), True),
-        (lambda x: x.t().is_contiguous() * x, True),
-        (lambda x: (x * 2).is_contiguous() * x, False),
+        (lambda x: x * x.stride(0), False),
+        (lambda x: x * x.t().contiguous().stride(0), True),
+        (lambda x: x.t().is_contiguous() * x, False),
+        (lambda x: (x.t() + 1).contiguous().is_contiguous() * x, True),
         (doubled, False),
     ],
-    ids=["stride", "contiguity of a view", "of a result", "nothing"],
+    ids=["a number", "a size", "numbers of a view", "sizes of a result", "nothing"],
 )
-def test_a_backend_knows_whether_the_layout_of_an_argument_was_asked_for(
+def test_a_backend_knows_whether_the_forward_asked_for_strides_that_are_symbols(
     model: Callable[..., Any], asked: bool
 ) -> None:
     _torch.note_layouts_asked()
     found: list[bool] = []
-    trace(model, dynamic(5, 8), look=lambda gm: found.append(_torch.asks_for_layouts(gm)))
+    trace(model, dynamic(5, 8), look=lambda gm: found.append(_torch.asks_for_layouts()))
     assert found == [asked]
+
+
+def test_strides_that_follow_from_sizes_are_told() -> None:
+    def look(gm: GraphModule) -> dict[str, bool]:
+        values = {node.name: _torch.example_value(node) for node in gm.graph.nodes if node.op != "output"}
+        return {name: _torch.has_symbolic_layout(value) for name, value in values.items()}
+
+    (told,) = trace(lambda x: x.t().contiguous() * 2, dynamic(5, 8), look=look).seen
+    assert list(told.values())[-3:] == [False, True, True]
 
 
 def test_nobody_awaits_code_outside_of_a_trace() -> None:

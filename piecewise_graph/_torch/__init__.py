@@ -72,6 +72,7 @@ from piecewise_graph._torch.graphs import (
 )
 from piecewise_graph._torch.layouts import (
     asks_for_layouts as asks_for_layouts,
+    has_symbolic_layout as has_symbolic_layout,
     note_layouts_asked as note_layouts_asked,
 )
 from piecewise_graph._torch.ops import (

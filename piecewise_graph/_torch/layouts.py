@@ -1,4 +1,4 @@
-"""Whether a forward asks how its arguments are laid out: Dynamo answers that in Python, while it traces."""
+"""Whether a forward asks how tensors are laid out: Dynamo answers that in Python, while it traces."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
-from piecewise_graph._torch.graphs import argument_values, example_value, graph_in_the_making
-from piecewise_graph._torch.tensors import share_storage
+from piecewise_graph._torch.graphs import example_value, graph_in_the_making
 
-_QUESTIONS = ("method_stride", "method_is_contiguous")
+_QUESTIONS = frozenset({"stride", "is_contiguous", "storage_offset", "dim_order"})
 _ASKED = "_piecewise_asked"  # of Dynamo's graph: the tensors that were asked about
 
 
@@ -21,27 +19,30 @@ def note_layouts_asked() -> None:
     """From now on traces know which tensors they were asked about (`asks_for_layouts`)."""
     from torch._dynamo.variables.tensor import TensorVariable
 
-    for name in _QUESTIONS:
-        setattr(TensorVariable, name, _noting(getattr(TensorVariable, name)))
+    kind: Any = TensorVariable
+    kind.call_method = _noting(kind.call_method)
 
 
-def asks_for_layouts(gm: GraphModule) -> bool:
-    """The forward being traced asked how an argument with a symbolic size, or a view of one, is laid out.
+def asks_for_layouts() -> bool:
+    """The forward being traced asked how a tensor is laid out whose layout is not numbers alone.
 
-    To be called from a backend.
+    To be called from a backend. Dynamo keeps its guards on numbers.
     """
-    arguments = [x for x in argument_values(gm) if isinstance(x, Tensor)]
-    varying = [x for x in arguments if any(isinstance(size, torch.SymInt) for size in x.shape)]
-    asked = getattr(graph_in_the_making(), _ASKED, ())
-    return any(share_storage(tensor, argument) for tensor in asked for argument in varying)
+    return any(map(has_symbolic_layout, getattr(graph_in_the_making(), _ASKED, ())))
 
 
-def _noting(answer: Any) -> Any:
-    @wraps(answer)
-    def noted(variable: Any, *args: Any, **kwargs: Any) -> Any:
-        output, tensor = graph_in_the_making(), example_value(variable.proxy.node)
-        if output is not None and isinstance(tensor, Tensor):
-            vars(output).setdefault(_ASKED, []).append(tensor)
-        return answer(variable, *args, **kwargs)
+def has_symbolic_layout(value: Any) -> bool:
+    """A fake tensor with strides, or an offset in its storage, that follow from the call."""
+    steps = (*value.stride(), value.storage_offset()) if isinstance(value, Tensor) else ()
+    return any(isinstance(step, torch.SymInt) for step in steps)
+
+
+def _noting(call_method: Any) -> Any:
+    @wraps(call_method)
+    def noted(variable: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        output = graph_in_the_making() if name in _QUESTIONS else None
+        if output is not None:
+            vars(output).setdefault(_ASKED, []).append(example_value(variable.proxy.node))
+        return call_method(variable, tx, name, *args, **kwargs)
 
     return noted

@@ -36,8 +36,8 @@ def takes_all_sizes(gm: GraphModule) -> bool:
     """Each size and number that Dynamo made a symbol of is an argument of the graph, or a size of one.
 
     Others steered the trace and left the graph, or never entered it, or were found to be one number or to
-    follow from others: only Dynamo's own guards check them. Where an argument is a view, the sizes of what it
-    views have symbols too, which no forward asks for.
+    follow from others: only Dynamo's own guards check them. So are strides, which results inherit. Where an
+    argument is a view, the sizes of what it views have symbols too, which no forward asks for.
     """
     from torch._dynamo.source import TensorProperty
     from torch._guards import TracingContext
@@ -51,9 +51,11 @@ def takes_all_sizes(gm: GraphModule) -> bool:
     taken = {source_text(arg.source) for arg in arguments if arg is not None}
 
     def is_taken(symbol: sympy.Symbol, source: Any) -> bool:
-        tensor = getattr(source, "base", source)
-        if source_text(tensor) in taken and getattr(source, "prop", None) is TensorProperty.SIZE:
+        tensor, prop = getattr(source, "base", source), getattr(source, "prop", None)
+        if source_text(tensor) in taken and prop is TensorProperty.SIZE:
             return True
+        if prop is TensorProperty.STRIDE:
+            return False
         stands_for = shape_env.replace(symbol)
         if source_text(source) in taken:
             return bool(stands_for.is_Symbol)

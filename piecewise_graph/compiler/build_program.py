@@ -31,12 +31,16 @@ from piecewise_graph.splitter.split import Unsplittable
 from piecewise_graph.splitter.split_graph import Ref, SegmentStep, SplitGraph, references
 from piecewise_graph.splitter.splitting_ops import (
     bind_arguments,
+    called_name,
+    changes_shape_in_place,
     compile_ops_ahead,
     may_write,
     written_arguments,
 )
 
 log = logging.getLogger(__name__)
+
+_VIEW_OR_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"})
 
 
 def build_program(
@@ -58,7 +62,7 @@ def build_program(
     if reason is not None:
         return reason
     # Asked before segments are compiled, which may add sizes.
-    is_whole = _torch.takes_all_sizes(gm) and not _torch.asks_for_layouts(gm)
+    is_whole = _torch.takes_all_sizes(gm) and not _depends_on_layouts(gm)
     merged, merge = merge_linears(gm, example_inputs) if config.merge_linears else (gm, Merge())
     try:
         traced = with_attention_inside(merged)
@@ -151,7 +155,7 @@ def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
         return "tensor_subclass"
     if any(map(_is_written_dropout, gm.graph.nodes)):
         return "writes_an_input"
-    if any(map(_changes_shape_in_place, gm.graph.nodes)):
+    if any(map(changes_shape_in_place, gm.graph.nodes)):
         return "changes_a_shape_in_place"
     kinds = {x.device.type for x in tensors if torch.amp.is_autocast_available(x.device.type)}
     return "autocast" if any(map(torch.is_autocast_enabled, kinds)) else None
@@ -159,22 +163,28 @@ def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
 
 def _is_written_dropout(node: Node) -> bool:
     """Dropout in eval mode, traced as a copy, returns its argument, which what is written to it reaches."""
-    if node.target is not torch.nn.functional.dropout:
-        return False
+    return node.target is torch.nn.functional.dropout and _is_written(node)
+
+
+def _is_written(node: Node) -> bool:
+    """Something writes to what the node makes, or to a view of it."""
     made = _torch.example_value(node)
     sharing = [n for n in node.graph.nodes if _torch.share_storage(_torch.example_value(n), made)]
     return any(may_write(user) for n in sharing for user in n.users if user.args and user.args[0] is n)
 
 
-def _changes_shape_in_place(node: Node) -> bool:
-    """A tensor that a replay keeps would have another shape at every other replay."""
-    name = str(getattr(node.target, "__name__", node.target)).partition(".")[
-        0
-    ]  # of an overload: `t_.default`
-    op = getattr(torch.ops.aten, name, None) if node.op.startswith("call_") and name.endswith("_") else None
-    if op is None or name == "detach_":
+def _depends_on_layouts(gm: GraphModule) -> bool:
+    """Strides or offsets that are symbols steered the trace: only Dynamo's own guards check them."""
+    return _torch.asks_for_layouts() or any(map(_is_written_view_or_copy, gm.graph.nodes))
+
+
+def _is_written_view_or_copy(node: Node) -> bool:
+    """Whether the node makes a view or a copy follows from strides, and what is written shows which."""
+    if called_name(node).rpartition("::")[2] not in _VIEW_OR_COPY or not node.all_input_nodes:
         return False
-    return any(torch.Tag.inplace_view in getattr(op, overload).tags for overload in op.overloads())
+    given = node.all_input_nodes[0]
+    by_symbols = _torch.has_symbolic_layout(_torch.example_value(given))
+    return by_symbols and (_is_written(given) or _is_written(node))
 
 
 def contract_of(

@@ -8,7 +8,7 @@ drops the SHAPE_ENV guards, and the runtime checks on every call what they would
 have to be equal, conditions on sizes, ranges (`ShapeContract`). A call that a trace is not valid for raises
 ShapeMiss before anything ran, and another trace answers it: first with the same marks, and where dimensions
 that were equal no longer are, one under Dynamo's own guards. The runtime sees the arguments of the graph
-alone. Where another size or number steered the trace (`if mask.shape[0] > 3`), and where the trace stayed
+alone. Where another size, a number or a layout steered the trace (`if mask.shape[0] > 3`), and where it is
 whole, SHAPE_ENV stays too. It also stays where a part of the call runs before the graph: behind a graph break
 and inside of a skipped frame. A call that is made for its trace alone may not break the graph.
 

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from piecewise_graph import _torch
 from piecewise_graph.sizes import is_scalar
-from piecewise_graph.splitter.splitting_ops import may_write, splitting_op_of
+from piecewise_graph.splitter.splitting_ops import changes_shape_in_place, may_write, splitting_op_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def without_returned_views(gm: GraphModule) -> ReturnedViews:
     placeholders = gm.graph.find_nodes(op="placeholder")
     results: Any = gm.graph.output_node().args[0]
     is_dynamos = isinstance(results, (tuple, list))
-    if not is_dynamos or _switches_grad(gm):  # a view's history tells the mode that it was made in
+    reshaped = any(map(changes_shape_in_place, gm.graph.nodes))  # a value may be another view by the end
+    if not is_dynamos or reshaped or _switches_grad(gm):  # a view's history tells the mode it was made in
         return ReturnedViews(gm, (), tuple, ())
     made = {place: _ops_of_view(node, placeholders) for place, node in enumerate(results)}
     views = {place: ops for place, ops in made.items() if ops}

@@ -233,6 +233,15 @@ def _is_in_place(node: Node) -> bool:
     return any(given.get(switch) not in (None, False) for switch in _WRITING_SWITCHES)
 
 
+def changes_shape_in_place(node: Node) -> bool:
+    """`h.t_()`: the tensor itself has another shape from then on, which a graph's values never have."""
+    name = called_name(node).rpartition("::")[2]
+    op = getattr(torch.ops.aten, name, None) if node.op.startswith("call_") and name.endswith("_") else None
+    if op is None or name == "detach_":
+        return False
+    return any(torch.Tag.inplace_view in getattr(op, overload).tags for overload in op.overloads())
+
+
 def leaked_op(node: Node) -> str | None:
     """The name of an op that looks as if it should have been a splitting op; None for all others."""
     overload = op_overload(node.target) if node.op == "call_function" else None
