@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -304,3 +305,12 @@ def test_a_shape_that_is_changed_in_place_on_a_view_of_an_argument(change: Any, 
         assert_same((made, view), model(x))
         x.mul_(2)
         assert_same(view, model(x)[1])
+
+
+def test_methods_of_operators_are_no_changes_of_shape(device: torch.device) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return ops.mix(x.__ne__(x[:1]).__and__(operator.eq(x, x)) * x)
+
+    fast = compiled(model)
+    with pg.counters.expect(traces=1, fallbacks=0):
+        agrees(fast, model, counts=(4, 3, 8))

@@ -237,7 +237,7 @@ def changes_shape_in_place(node: Node) -> bool:
     """`h.t_()`: the tensor itself has another shape from then on, which a graph's values never have."""
     name = called_name(node).rpartition("::")[2]
     op = getattr(torch.ops.aten, name, None) if node.op.startswith("call_") and name.endswith("_") else None
-    if op is None or name == "detach_":
+    if not isinstance(op, OpOverloadPacket) or name == "detach_":  # `__eq__` is a method of any object
         return False
     return any(torch.Tag.inplace_view in getattr(op, overload).tags for overload in op.overloads())
 
