@@ -231,6 +231,10 @@ class InputError(PiecewiseError):
         return f"{name} {is_found}, the trace needs {expected}"
 
     @staticmethod
+    def other_strides(name: str, found: Sequence[int], expected: Sequence[int]) -> str:
+        return f"{name} has strides {found}, the trace needs {expected}"
+
+    @staticmethod
     def outside_range(tokens: int, allowed: str) -> str:
         return f"{tokens} tokens are outside of {allowed} of this trace"
 
@@ -240,7 +244,7 @@ class InputError(PiecewiseError):
 
     @classmethod
     def shape_contract(cls, what: str) -> InputError:
-        remedy = "pass inputs with equal token dimensions, or use pg.compile, which traces such a call anew."
+        remedy = "pass inputs whose sizes and strides fit, or use pg.compile, which traces such a call anew."
         return cls(f"the inputs do not fit the compiled trace: {what}.", remedy)
 
     @classmethod

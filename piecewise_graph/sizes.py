@@ -165,7 +165,7 @@ class ShapeMiss(InputError):
     """A call reached a trace that is not valid for its shapes; pg.compile answers with another trace.
 
     Attributes:
-        sizes_differ: dimensions differ that were equal when the trace was made.
+        sizes_differ: dimensions differ that were equal when the trace was made, or strides do.
     """
 
     def __init__(self, what: str, *, sizes_differ: bool) -> None:
@@ -188,6 +188,7 @@ class ShapeContract:
         ranges: (lowest, highest) of each symbol, None where unbounded.
         names: argument names, for messages.
         is_whole: no other size or number chose what was traced; where one did, only Dynamo's guards check it.
+        strides: (argument index, strides) where the trace does something else for other layouts.
     """
 
     symbols: tuple[sympy.Symbol, ...]
@@ -197,6 +198,7 @@ class ShapeContract:
     ranges: tuple[Range, ...]
     names: tuple[str, ...]
     is_whole: bool
+    strides: tuple[tuple[int, tuple[sympy.Expr, ...]], ...] = ()
 
     def with_numbers(self, sizes: Sizes) -> ShapeContract:
         """With these symbols taken for numbers that are in their ranges."""
@@ -207,6 +209,7 @@ class ShapeContract:
             symbols=tuple(self.symbols[index] for index in left),
             sources=tuple(self.sources[index] for index in left),
             dims=tuple((index, dim, substitute(expr, sizes)) for index, dim, expr in self.dims),
+            strides=tuple((i, tuple(substitute(step, sizes) for step in steps)) for i, steps in self.strides),
             guards=tuple(guard for guard in guards if guard != sympy.true),
             ranges=tuple(self.ranges[index] for index in left),
         )
@@ -218,7 +221,7 @@ class ShapeContract:
             ShapeMiss: it is not.
         """
         sizes = self.read_sizes(args)
-        differing = self.dim_violation(args, sizes)
+        differing = self.dim_violation(args, sizes) or self._stride_violation(args, sizes)
         violation = differing or self.size_violation(sizes)
         if violation is not None:
             raise ShapeMiss(violation, sizes_differ=differing is not None)
@@ -242,6 +245,13 @@ class ShapeContract:
             found, expected = _size(args, index, dim), evaluate(expr, sizes)
             if found != expected:
                 return InputError.other_size(self.names[index], dim, found, expected)
+        return None
+
+    def _stride_violation(self, args: Sequence[Any], sizes: Sizes) -> str | None:
+        for index, strides in self.strides:
+            expected = tuple(evaluate(step, sizes) for step in strides)
+            if not same_layout(args[index], expected):
+                return InputError.other_strides(self.names[index], args[index].stride(), expected)
         return None
 
     def size_violation(self, sizes: Sizes) -> str | None:

@@ -13,7 +13,7 @@ from test_architecture import CORE, LEVELS
 
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
-    "errors": 577,
+    "errors": 580,
     "rules": 824,
     "claims": 430,
     "proof": 357,
@@ -71,17 +71,17 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1305,
+    "beside": 1316,
     "ranks": 394,
-    "_torch": 891,
+    "_torch": 897,
     "kernels": 1236,
-    "splitter": 1368,
+    "splitter": 1373,
     "analysis": 1672,
-    "compiler": 2094,
+    "compiler": 2104,
     "recorder": 1184,
     "runtime": 1439,
     "inspection": 999,
-    "frontend": 1280,
+    "frontend": 1284,
     "custom_ops": 3546,
     "eagle": 3300,
     "integrations": 721,

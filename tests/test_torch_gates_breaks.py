@@ -12,7 +12,7 @@ import torch
 import traced
 from torch import Tensor
 from torch.fx import GraphModule
-from traced import Small, dynamic, trace
+from traced import Small, Traced, dynamic, trace
 
 from piecewise_graph import _torch
 
@@ -99,14 +99,28 @@ def test_a_backend_knows_whether_the_forward_asked_for_strides_that_are_symbols(
 ) -> None:
     _torch.note_layouts_asked()
     found: list[bool] = []
-    trace(model, dynamic(5, 8), look=lambda gm: found.append(_torch.asks_for_layouts()))
+    trace(model, dynamic(5, 8), look=lambda gm: found.append(_torch.asks_for_strides()))
     assert found == [asked]
+
+
+@pytest.mark.parametrize(
+    ("model", "asked"), [(lambda x: x * x.storage_offset(), True), (doubled, False)], ids=["it", "nothing"]
+)
+def test_a_backend_knows_whether_the_forward_asked_for_an_offset_that_varies(
+    model: Callable[..., Any], asked: bool
+) -> None:
+    _torch.note_layouts_asked()
+    seen = Traced(lambda gm: _torch.asks_for_offsets())
+    compiled = torch.compile(model, backend=seen, dynamic=True)
+    for start in (2, 3):
+        compiled(torch.zeros(9, 8)[start : start + 5])
+    assert seen.seen[-1] == asked
 
 
 def test_strides_that_follow_from_sizes_are_told() -> None:
     def look(gm: GraphModule) -> dict[str, bool]:
         values = {node.name: _torch.example_value(node) for node in gm.graph.nodes if node.op != "output"}
-        return {name: _torch.has_symbolic_layout(value) for name, value in values.items()}
+        return {name: _torch.has_symbolic_strides(value) for name, value in values.items()}
 
     (told,) = trace(lambda x: x.t().contiguous() * 2, dynamic(5, 8), look=look).seen
     assert list(told.values())[-3:] == [False, True, True]

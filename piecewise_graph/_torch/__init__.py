@@ -71,8 +71,9 @@ from piecewise_graph._torch.graphs import (
     trace_with_constants as trace_with_constants,
 )
 from piecewise_graph._torch.layouts import (
-    asks_for_layouts as asks_for_layouts,
-    has_symbolic_layout as has_symbolic_layout,
+    asks_for_offsets as asks_for_offsets,
+    asks_for_strides as asks_for_strides,
+    has_symbolic_strides as has_symbolic_strides,
     note_layouts_asked as note_layouts_asked,
 )
 from piecewise_graph._torch.ops import (

@@ -16,25 +16,33 @@ _ASKED = "_piecewise_asked"  # of Dynamo's graph: the tensors that were asked ab
 
 @cache
 def note_layouts_asked() -> None:
-    """From now on traces know which tensors they were asked about (`asks_for_layouts`)."""
+    """From now on traces know which tensors they were asked about (see `asks_for_strides`)."""
     from torch._dynamo.variables.tensor import TensorVariable
 
     kind: Any = TensorVariable
     kind.call_method = _noting(kind.call_method)
 
 
-def asks_for_layouts() -> bool:
-    """The forward being traced asked how a tensor is laid out whose layout is not numbers alone.
+def asks_for_strides() -> bool:
+    """The forward being traced asked how a tensor is laid out whose strides follow from sizes.
 
-    To be called from a backend. Dynamo keeps its guards on numbers.
+    To be called from a backend. Dynamo keeps its guards on strides that are numbers.
     """
-    return any(map(has_symbolic_layout, getattr(graph_in_the_making(), _ASKED, ())))
+    return any(map(has_symbolic_strides, _asked()))
 
 
-def has_symbolic_layout(value: Any) -> bool:
-    """A fake tensor with strides, or an offset in its storage, that follow from the call."""
-    steps = (*value.stride(), value.storage_offset()) if isinstance(value, Tensor) else ()
-    return any(isinstance(step, torch.SymInt) for step in steps)
+def asks_for_offsets() -> bool:
+    """The same of a tensor whose offset in its storage differs from call to call."""
+    return any(isinstance(tensor.storage_offset(), torch.SymInt) for tensor in _asked())
+
+
+def has_symbolic_strides(value: Any) -> bool:
+    """A fake tensor with strides that follow from sizes."""
+    return isinstance(value, Tensor) and any(isinstance(step, torch.SymInt) for step in value.stride())
+
+
+def _asked() -> list[Tensor]:
+    return getattr(graph_in_the_making(), _ASKED, [])
 
 
 def _noting(call_method: Any) -> Any:

@@ -71,8 +71,10 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def share_storage(one: Any, other: Any) -> bool:
-    """Both are tensors, and views of one storage."""
-    return isinstance(one, Tensor) and isinstance(other, Tensor) and storage_id(one) == storage_id(other)
+    """Both are tensors, and views of one storage. Inside of a transform of functions they have none."""
+    if not all(isinstance(each, Tensor) and not is_wrapped(each) for each in (one, other)):
+        return False
+    return storage_id(one) == storage_id(other)
 
 
 def storage_holders(tensor: Tensor) -> int:

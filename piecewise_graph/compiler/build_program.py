@@ -34,7 +34,7 @@ from piecewise_graph.splitter.splitting_ops import (
     called_name,
     changes_shape_in_place,
     compile_ops_ahead,
-    may_write,
+    may_write_to,
     written_arguments,
 )
 
@@ -62,7 +62,8 @@ def build_program(
     if reason is not None:
         return reason
     # Asked before segments are compiled, which may add sizes.
-    is_whole = _torch.takes_all_sizes(gm) and not _depends_on_layouts(gm)
+    is_whole = _torch.takes_all_sizes(gm) and not _torch.asks_for_offsets()
+    by_layout = _torch.asks_for_strides() or any(map(_is_written_view_or_copy, gm.graph.nodes))
     merged, merge = merge_linears(gm, example_inputs) if config.merge_linears else (gm, Merge())
     try:
         traced = with_attention_inside(merged)
@@ -74,7 +75,9 @@ def build_program(
     for op in graph.leaks:
         warnings.warn(LeakWarning.inside_segment(op), stacklevel=2)
     program = Program(
-        **compiled_fields(traced, proved, config, compiled, breaks=breaks, is_whole=is_whole),
+        **compiled_fields(
+            traced, proved, config, compiled, breaks=breaks, is_whole=is_whole, by_layout=by_layout
+        ),
         device=graph.device,
         merge=merge,
         breaks=breaks,
@@ -93,12 +96,14 @@ def compiled_fields(
     *,
     breaks: bool,
     is_whole: bool,
+    by_layout: bool,
 ) -> dict[str, Any]:
     """The fields of a Program that follow from how its trace was split; the segments are compiled."""
     graph = proved.split
     segments = compile_split(graph, config, compiled, proved.keys, proved.facts)
     writes = writes_arguments(graph, segments)
-    contract = contract_of(traced, graph, is_whole, any_size_may_be_one=config.one_token == "trusted")
+    trusted = config.one_token == "trusted"
+    contract = contract_of(traced, graph, is_whole, by_layout=by_layout, any_size_may_be_one=trusted)
     return {
         "traced": traced,
         "split": graph,
@@ -163,19 +168,14 @@ def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
 
 def _is_written_dropout(node: Node) -> bool:
     """Dropout in eval mode, traced as a copy, returns its argument, which what is written to it reaches."""
-    return node.target is torch.nn.functional.dropout and _is_written(node)
+    return node.target is torch.nn.functional.dropout and _is_written_after(node, node)
 
 
-def _is_written(node: Node) -> bool:
-    """Something writes to what the node makes, or to a view of it."""
+def _is_written_after(node: Node, place: Node) -> bool:
+    """Something behind `place` writes to what the node makes, or to a view of it."""
     made = _torch.example_value(node)
     sharing = [n for n in node.graph.nodes if _torch.share_storage(_torch.example_value(n), made)]
-    return any(may_write(user) for n in sharing for user in n.users if user.args and user.args[0] is n)
-
-
-def _depends_on_layouts(gm: GraphModule) -> bool:
-    """Strides or offsets that are symbols steered the trace: only Dynamo's own guards check them."""
-    return _torch.asks_for_layouts() or any(map(_is_written_view_or_copy, gm.graph.nodes))
+    return any(may_write_to(user, n) for n in sharing for user in n.users if user > place)
 
 
 def _is_written_view_or_copy(node: Node) -> bool:
@@ -183,16 +183,22 @@ def _is_written_view_or_copy(node: Node) -> bool:
     if called_name(node).rpartition("::")[2] not in _VIEW_OR_COPY or not node.all_input_nodes:
         return False
     given = node.all_input_nodes[0]
-    by_symbols = _torch.has_symbolic_layout(_torch.example_value(given))
-    return by_symbols and (_is_written(given) or _is_written(node))
+    by_symbols = _torch.has_symbolic_strides(_torch.example_value(given))
+    return by_symbols and any(_is_written_after(each, node) for each in (given, node))
 
 
 def contract_of(
-    gm: GraphModule, graph: SplitGraph, is_whole: bool, *, any_size_may_be_one: bool = False
+    gm: GraphModule,
+    graph: SplitGraph,
+    is_whole: bool,
+    *,
+    by_layout: bool = False,
+    any_size_may_be_one: bool = False,
 ) -> ShapeContract:
     """For which arguments the trace is valid, as far as is known by now.
 
     Args:
+        by_layout: for the strides of these arguments alone.
         any_size_may_be_one: not only the token count, which is compared at one token.
     """
     shape_env = _torch.shape_env_of(gm)
@@ -217,6 +223,7 @@ def contract_of(
         tuple(map(relaxed_range, ranges) if len(known) == 1 or any_size_may_be_one else ranges),
         tuple(given.name for given in graph.inputs),
         is_whole,
+        tuple((index, spec.stride) for index, spec in graph.activations if by_layout),
     )
 
 

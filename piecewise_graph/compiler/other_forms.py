@@ -105,8 +105,9 @@ def of_proof(
     pairs = zip(proved.split.inputs, program.split.inputs, strict=True)
     inputs = tuple(replace(new, bound=old.bound) for new, old in pairs)  # see `with_activations`
     proved = replace(proved, split=replace(proved.split, inputs=inputs))
-    breaks, is_whole = program.breaks, program.contract.is_whole
-    fields = compiled_fields(traced, proved, config, compiled, breaks=breaks, is_whole=is_whole)
+    breaks, contract = program.breaks, program.contract
+    steered = {"is_whole": contract.is_whole, "by_layout": bool(contract.strides)}
+    fields = compiled_fields(traced, proved, config, compiled, breaks=breaks, **steered)
     made = replace(program, **fields)
     report_split(made)
     return made

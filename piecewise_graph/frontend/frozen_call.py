@@ -45,6 +45,8 @@ class FrozenCall:
         self._runtime, self._replay = runtime, replay
         self._generation, self._device = runtime.generation, runtime.program.device
         self._kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
+        by_layout = runtime.program.contract.strides
+        self._strides = [tensor.stride() for tensor in tensors] if by_layout else None
         self._copies, self._bounds = copies, copies.bounds
         views, expanded = copies.views, dict(copies.expanded)
         self._views = [views[index] for index in inputs]
@@ -64,6 +66,8 @@ class FrozenCall:
         place is copied.
         """
         if self._generation != self._runtime.generation or capturing_elsewhere(self._device):
+            return MISS
+        if self._strides is not None and self._strides != [tensor.stride() for tensor in tensors]:
             return MISS
         foreign = [place for place, view in enumerate(self._views) if tensors[place] is not view]
         for place in foreign:

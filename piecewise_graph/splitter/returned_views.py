@@ -110,11 +110,7 @@ def _makes_views_of(value: Any, node: Node) -> bool:
         return all(map(is_scalar, given))
     tensors = [each for each in (made, *given) if not is_scalar(each)]
     parts = [part for each in tensors for part in (each if isinstance(each, (tuple, list)) else (each,))]
-    return all(_views(part, value) for part in parts)
-
-
-def _views(part: Any, value: Any) -> bool:
-    return isinstance(part, Tensor) and not _torch.is_wrapped(part) and _torch.share_storage(part, value)
+    return all(_torch.share_storage(part, value) for part in parts)
 
 
 def _switches_grad(gm: GraphModule) -> bool:

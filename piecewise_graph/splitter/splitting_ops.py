@@ -233,6 +233,16 @@ def _is_in_place(node: Node) -> bool:
     return any(given.get(switch) not in (None, False) for switch in _WRITING_SWITCHES)
 
 
+def may_write_to(node: Node, operand: Node) -> bool:
+    """`may_write`, and `operand` is what it writes: by the op's schema, where there is one."""
+    if not may_write(node):
+        return False
+    written, given = written_arguments(node.target), bind_arguments(node.target, node.args, node.kwargs)
+    values = [value for name, value in given if name in written] if written else node.args[:1]
+    listed = [each for value in values for each in (value if isinstance(value, (tuple, list)) else (value,))]
+    return operand in listed or operand is node.kwargs.get("out")
+
+
 def changes_shape_in_place(node: Node) -> bool:
     """`h.t_()`: the tensor itself has another shape from then on, which a graph's values never have."""
     name = called_name(node).rpartition("::")[2]
