@@ -186,7 +186,15 @@ def test_the_marks_of_our_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bench_vllm", "bench_vllm_load_1b", "bench_vllm_load_8b", "bench_vllm_load_8b_h200"]
+    "name",
+    [
+        "bench_vllm",
+        "bench_vllm_load_1b",
+        "bench_vllm_load_1b_h200",
+        "bench_vllm_load_1b_h200_lengths",
+        "bench_vllm_load_8b",
+        "bench_vllm_load_8b_h200",
+    ],
 )
 def test_the_table_is_made_from_the_results(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(__file__).parents[1] / "benchmarks"
