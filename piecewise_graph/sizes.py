@@ -187,8 +187,10 @@ class ShapeContract:
         guards: conditions over the symbols that the trace relies on.
         ranges: (lowest, highest) of each symbol, None where unbounded.
         names: argument names, for messages.
-        is_whole: no other size or number chose what was traced; where one did, only Dynamo's guards check it.
-        strides: (argument index, strides) where the trace does something else for other layouts.
+        is_whole: no other size or number, and no Python before the trace, chose what was traced; where one
+            did, only Dynamo's guards check it.
+        strides: (argument index, strides) of arguments of which the trace does something else with other
+            strides, or whose elements share memory by them.
     """
 
     symbols: tuple[sympy.Symbol, ...]

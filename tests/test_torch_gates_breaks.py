@@ -86,35 +86,30 @@ def test_a_backend_gets_the_code_that_dynamo_makes_of_its_frame() -> None:
 @pytest.mark.parametrize(
     ("model", "asked"),
     [
-        (lambda x: x * x.stride(0), False),
-        (lambda x: x * x.t().contiguous().stride(0), True),
-        (lambda x: x.t().is_contiguous() * x, False),
-        (lambda x: (x.t() + 1).contiguous().is_contiguous() * x, True),
-        (doubled, False),
+        (lambda x: x * x.stride(0), {"stride"}),
+        (lambda x: (x * 2).t().is_contiguous() * x, {"is_contiguous"}),
+        (lambda x: x * x.storage_offset() + x.stride(1), {"storage_offset", "stride"}),
+        (doubled, set()),
     ],
-    ids=["a number", "a size", "numbers of a view", "sizes of a result", "nothing"],
+    ids=["stride", "contiguity of a result", "two", "nothing"],
 )
-def test_a_backend_knows_whether_the_forward_asked_for_strides_that_are_symbols(
-    model: Callable[..., Any], asked: bool
+def test_a_backend_knows_what_a_forward_asked_about_layouts(
+    model: Callable[..., Any], asked: set[str]
 ) -> None:
-    _torch.note_layouts_asked()
-    found: list[bool] = []
-    trace(model, dynamic(5, 8), look=lambda gm: found.append(_torch.asks_for_strides()))
-    assert found == [asked]
+    _torch.note_layout_questions()
+    traced = Traced(lambda gm: _torch.layout_questions())
+    torch.compile(model, backend=traced, dynamic=True)(torch.zeros(9, 8)[4:])
+    assert traced.seen == [asked]
 
 
-@pytest.mark.parametrize(
-    ("model", "asked"), [(lambda x: x * x.storage_offset(), True), (doubled, False)], ids=["it", "nothing"]
-)
-def test_a_backend_knows_whether_the_forward_asked_for_an_offset_that_varies(
-    model: Callable[..., Any], asked: bool
-) -> None:
-    _torch.note_layouts_asked()
-    seen = Traced(lambda gm: _torch.asks_for_offsets())
-    compiled = torch.compile(model, backend=seen, dynamic=True)
-    for start in (2, 3):
-        compiled(torch.zeros(9, 8)[start : start + 5])
-    assert seen.seen[-1] == asked
+def test_what_is_behind_a_break_is_told() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        torch._dynamo.graph_break()
+        return y + 1
+
+    assert trace(model, torch.ones(3, 8), look=lambda gm: _torch.is_behind_a_break()).seen == [False, True]
+    assert not _torch.is_behind_a_break()
 
 
 def test_strides_that_follow_from_sizes_are_told() -> None:

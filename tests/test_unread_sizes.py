@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -208,96 +207,3 @@ def test_views_of_larger_tensors(name: str, device: torch.device) -> None:
         x = VIEWS[name](tokens, device)
         assert_same(fast(x), ops.mix(x * 2) + x)
     assert set(fallbacks(fast)) == ({"second_dynamic_dimension"} if name == "columns" else set())
-
-
-LAYOUTS: dict[str, Callable[..., Any]] = {
-    "a stride": lambda x: x * 2 + x.stride(0),
-    "strides": lambda x: x * sum(x.stride()),
-    "returned": lambda x: (x * 2, x.stride(0)),
-    "a branch": lambda x: x * 2 if x.is_contiguous() else x * 3,
-    "of a view": lambda x: x * 2 if x.t().is_contiguous() else x * 3,
-    "an offset": lambda x: x * 2 + x.storage_offset(),
-    "whether there is an offset": lambda x: x * 2 if x.storage_offset() == 0 else x * 3,
-    "of a result": lambda x: x * 2 if (x * 2).is_contiguous() else x * 3,
-    "of a copy": lambda x: x * 2 + x.clone().stride(0),
-    "order of dimensions": lambda x: x * 2 if x.dim_order() == (0, 1) else x * 3,
-    "a view or a copy": lambda x: (x.reshape(-1).mul_(2), x)[1] * 1,
-    "contiguous or a copy": lambda x: (x.contiguous().mul_(2), x)[1] * 1,
-}
-ORDERS = [order for order in itertools.permutations(range(5), 3) if order[2] in (0, 3)]
-
-
-@pytest.mark.parametrize("model", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_layout_that_the_forward_asked_for(model: Callable[..., Any], device: torch.device) -> None:
-    layouts = [
-        lambda n: rows(n, device),
-        lambda n: torch.randn(n, 24, device=device)[:, :8],
-        lambda n: torch.randn(n + 2, 16, device=device)[2:, ::2],
-        lambda n: torch.randn(8, n, device=device).t(),
-        lambda n: torch.randn(n + n % 5, 8, device=device)[n % 5 :],
-    ]
-    for order in ORDERS:
-        torch._dynamo.reset()
-        fast = compiled(model, token_dim={"x": 0}, compiler="eager")
-        for count, which in zip((5, 7, 4, 6), (*order, order[0]), strict=True):
-            assert_same_for(fast, model, layouts[which](count))
-
-
-BATCH_LAYOUTS: list[Callable[[int, torch.device], torch.Tensor]] = [
-    lambda n, device: torch.randn(2, n, 8, device=device),
-    lambda n, device: torch.randn(2, n + 5, 8, device=device)[:, :n],
-    lambda n, device: torch.randn(n, 2, 8, device=device).transpose(0, 1),
-    lambda n, device: torch.randn(8, 2, n, device=device).permute(1, 2, 0),
-    lambda n, device: torch.randn(2, 8, n, device=device).permute(0, 2, 1),
-]
-BATCH_MODELS: dict[str, Callable[..., Any]] = {
-    "stride of a copy": lambda x: x * x.clone().stride(0),
-    "reshape": lambda x: (x.reshape(-1).mul_(2), x)[1] * 1,
-    "flatten": lambda x: (x.flatten(0, 1).mul_(2), x)[1] * 1,
-    "torch.reshape": lambda x: (torch.reshape(x, (-1,)).mul_(2), x)[1] * 1,
-    "contiguous": lambda x: (x.contiguous().mul_(2), x)[1] * 1,
-    "written before it is read": lambda x: (x.reshape(-1), x.add_(1))[0] * 2,
-}
-
-
-@pytest.mark.parametrize("model", BATCH_MODELS.values(), ids=BATCH_MODELS)
-def test_strides_that_follow_from_sizes(model: Callable[..., Any], device: torch.device) -> None:
-    """Dynamo's guards on them are guards on sizes: `[B, T, H]` and a slice of a longer one."""
-    for order in [(0, 1, 2), (1, 0, 1), (3, 4, 3), (0, 3, 4), (1, 4, 3), (2, 0, 1), (0, 2, 1), (4, 0, 3)]:
-        torch._dynamo.reset()
-        fast = compiled(model, token_dim={"x": 1}, compiler="eager")
-        for count, which in zip((5, 7, 6), order, strict=True):
-            assert_same_for(fast, model, BATCH_LAYOUTS[which](count, device))
-
-
-def test_frozen_calls_refuse_strides_that_the_trace_was_not_made_for(device: torch.device) -> None:
-    model = BATCH_MODELS["reshape"]
-    fast = compiled(model, token_dim={"x": 1}, compiler="eager")
-    with torch.no_grad():
-        frozen = pg.freeze(fast, BATCH_LAYOUTS[0](5, device))
-        for count in (5, 7, 5):
-            assert_same_for(frozen, model, BATCH_LAYOUTS[0](count, device))
-            with pytest.raises(pg.errors.InputError, match="has strides"):
-                frozen(BATCH_LAYOUTS[1](count, device))
-
-
-def assert_same_for(fast: Any, model: Any, x: torch.Tensor) -> None:
-    """The same results and writes to `x`, in the layout that it has."""
-    memory = x.untyped_storage().clone()
-    plain = torch.empty(0, device=x.device).set_(memory, x.storage_offset(), x.shape, x.stride())
-    assert_same(fast(x), model(plain))
-    assert_same(x, plain)
-
-
-def test_a_branch_on_contiguity_needs_one_trace(device: torch.device) -> None:
-    fast = compiled(lambda x: ops.mix(x * 2) if x.is_contiguous() else x, token_dim={"x": 0})
-    with pg.counters.expect(traces=1):
-        for tokens in (5, 7, 3, 1):
-            fast(rows(tokens, device))
-
-
-def test_a_layout_of_what_the_forward_made_needs_no_guards_of_dynamo(device: torch.device) -> None:
-    fast = compiled(lambda x: ops.mix(x * 2) if (x * 2).is_contiguous() else x, token_dim={"x": 0})
-    with pg.counters.expect(traces=1):
-        for tokens in (5, 7, 3):
-            fast(rows(tokens, device))

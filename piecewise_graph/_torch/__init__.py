@@ -71,10 +71,9 @@ from piecewise_graph._torch.graphs import (
     trace_with_constants as trace_with_constants,
 )
 from piecewise_graph._torch.layouts import (
-    asks_for_offsets as asks_for_offsets,
-    asks_for_strides as asks_for_strides,
     has_symbolic_strides as has_symbolic_strides,
-    note_layouts_asked as note_layouts_asked,
+    layout_questions as layout_questions,
+    note_layout_questions as note_layout_questions,
 )
 from piecewise_graph._torch.ops import (
     OpOverload as OpOverload,
@@ -96,6 +95,7 @@ from piecewise_graph._torch.settings import (
     drop_shape_guards as drop_shape_guards,
     floats_stay_constants as floats_stay_constants,
     guard_every_weight as guard_every_weight,
+    is_behind_a_break as is_behind_a_break,
     maybe_mark_dynamic as maybe_mark_dynamic,
     no_graph_breaks as no_graph_breaks,
     raise_recompile_limit as raise_recompile_limit,

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from piecewise_graph._torch.graphs import current_root_code
+
 
 def maybe_mark_dynamic(tensor: Tensor, dim: int) -> None:
     """Ask Dynamo to trace `tensor.size(dim)` as a symbol, if the model allows. Cheap for a marked tensor."""
@@ -24,6 +26,14 @@ def no_graph_breaks() -> AbstractContextManager[Any]:
     return torch._dynamo.error_on_graph_break(True)
 
 
+def is_behind_a_break() -> bool:
+    """Dynamo is tracing the rest of a frame, whose beginning runs in Python."""
+    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+
+    code = current_root_code()
+    return code is not None and code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+
+
 def traces_a_part(entry: str) -> bool:
     """Asked by a backend: Dynamo is tracing a part of the compiled function, and another part runs already.
 
@@ -33,10 +43,8 @@ def traces_a_part(entry: str) -> bool:
         entry: the file that calls the compiled function.
     """
     from torch._dynamo import convert_frame
-    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
-    from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    if InstructionTranslator.current_tx().f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX):
+    if is_behind_a_break():
         return True
     torchs, frame = str(Path(torch.__file__).parent), inspect.currentframe()
     around: list[str] | None = None  # files of the frames around Dynamo's own

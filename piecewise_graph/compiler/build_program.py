@@ -62,8 +62,10 @@ def build_program(
     if reason is not None:
         return reason
     # Asked before segments are compiled, which may add sizes.
-    is_whole = _torch.takes_all_sizes(gm) and not _torch.asks_for_offsets()
-    by_layout = _torch.asks_for_strides() or any(map(_is_written_view_or_copy, gm.graph.nodes))
+    asked = _torch.layout_questions()
+    steered = "storage_offset" in asked or _torch.is_behind_a_break()
+    is_whole = _torch.takes_all_sizes(gm) and not steered
+    by_layout = bool(asked) or any(map(_is_written_view_or_copy, gm.graph.nodes))
     merged, merge = merge_linears(gm, example_inputs) if config.merge_linears else (gm, Merge())
     try:
         traced = with_attention_inside(merged)
@@ -74,9 +76,10 @@ def build_program(
     compile_ops_ahead(traced)
     for op in graph.leaks:
         warnings.warn(LeakWarning.inside_segment(op), stacklevel=2)
+    compared = frozenset(index for index, spec in graph.activations if by_layout or 0 in spec.stride)
     program = Program(
         **compiled_fields(
-            traced, proved, config, compiled, breaks=breaks, is_whole=is_whole, by_layout=by_layout
+            traced, proved, config, compiled, breaks=breaks, is_whole=is_whole, compared=compared
         ),
         device=graph.device,
         merge=merge,
@@ -96,14 +99,14 @@ def compiled_fields(
     *,
     breaks: bool,
     is_whole: bool,
-    by_layout: bool,
+    compared: frozenset[int],
 ) -> dict[str, Any]:
     """The fields of a Program that follow from how its trace was split; the segments are compiled."""
     graph = proved.split
     segments = compile_split(graph, config, compiled, proved.keys, proved.facts)
     writes = writes_arguments(graph, segments)
     trusted = config.one_token == "trusted"
-    contract = contract_of(traced, graph, is_whole, by_layout=by_layout, any_size_may_be_one=trusted)
+    contract = contract_of(traced, graph, is_whole, compared=compared, any_size_may_be_one=trusted)
     return {
         "traced": traced,
         "split": graph,
@@ -180,11 +183,17 @@ def _is_written_after(node: Node, place: Node) -> bool:
 
 def _is_written_view_or_copy(node: Node) -> bool:
     """Whether the node makes a view or a copy follows from strides, and what is written shows which."""
-    if called_name(node).rpartition("::")[2] not in _VIEW_OR_COPY or not node.all_input_nodes:
+    if called_name(node).rpartition("::")[2] not in _VIEW_OR_COPY:
         return False
-    given = node.all_input_nodes[0]
-    by_symbols = _torch.has_symbolic_strides(_torch.example_value(given))
-    return by_symbols and any(_is_written_after(each, node) for each in (given, node))
+    given = [n for n in node.all_input_nodes if _has_callers_strides(n)]
+    return any(_is_written_after(each, node) for n in given for each in (n, node))
+
+
+def _has_callers_strides(node: Node) -> bool:
+    """A tensor whose layout may differ in another call: an argument's, or one that follows from sizes."""
+    value, arguments = _torch.example_value(node), node.graph.find_nodes(op="placeholder")
+    shared = (_torch.share_storage(value, _torch.example_value(argument)) for argument in arguments)
+    return _torch.has_symbolic_strides(value) or any(shared)
 
 
 def contract_of(
@@ -192,13 +201,13 @@ def contract_of(
     graph: SplitGraph,
     is_whole: bool,
     *,
-    by_layout: bool = False,
+    compared: frozenset[int] = frozenset(),
     any_size_may_be_one: bool = False,
 ) -> ShapeContract:
     """For which arguments the trace is valid, as far as is known by now.
 
     Args:
-        by_layout: for the strides of these arguments alone.
+        compared: indices of arguments that have to come in these strides.
         any_size_may_be_one: not only the token count, which is compared at one token.
     """
     shape_env = _torch.shape_env_of(gm)
@@ -223,7 +232,7 @@ def contract_of(
         tuple(map(relaxed_range, ranges) if len(known) == 1 or any_size_may_be_one else ranges),
         tuple(given.name for given in graph.inputs),
         is_whole,
-        tuple((index, spec.stride) for index, spec in graph.activations if by_layout),
+        tuple((index, spec.stride) for index, spec in graph.activations if index in compared),
     )
 
 

@@ -106,8 +106,15 @@ def of_proof(
     inputs = tuple(replace(new, bound=old.bound) for new, old in pairs)  # see `with_activations`
     proved = replace(proved, split=replace(proved.split, inputs=inputs))
     breaks, contract = program.breaks, program.contract
-    steered = {"is_whole": contract.is_whole, "by_layout": bool(contract.strides)}
-    fields = compiled_fields(traced, proved, config, compiled, breaks=breaks, **steered)
+    fields = compiled_fields(
+        traced,
+        proved,
+        config,
+        compiled,
+        breaks=breaks,
+        is_whole=contract.is_whole,
+        compared=frozenset(index for index, _ in contract.strides),
+    )
     made = replace(program, **fields)
     report_split(made)
     return made

@@ -255,7 +255,7 @@ class CompiledModel:
         count_fallback(self.model_state.fallbacks, reason)
 
     def _new_trace(self, guards: str) -> Callable[..., Any]:
-        _torch.note_layouts_asked()
+        _torch.note_layout_questions()
         backend = ModelBackend(self.model_state, __file__)
         options: Any = {"guard_filter_fn": backend.kept_guards} if guards == "relaxed" else None
         self._untraced = torch.compile(self._model, backend=backend, options=options)

@@ -17,7 +17,7 @@ from piecewise_graph.kernels.copies import bind_copy
 from piecewise_graph.recorder.tape import own_outputs
 from piecewise_graph.runtime.replay import Replay
 from piecewise_graph.runtime.runtime import Runtime
-from piecewise_graph.sizes import overwrite
+from piecewise_graph.sizes import overwrite, same_layout
 
 MISS = object()  # the answer to a call that this object does not serve
 
@@ -45,8 +45,9 @@ class FrozenCall:
         self._runtime, self._replay = runtime, replay
         self._generation, self._device = runtime.generation, runtime.program.device
         self._kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
-        by_layout = runtime.program.contract.strides
-        self._strides = [tensor.stride() for tensor in tensors] if by_layout else None
+        compared = {index for index, _ in runtime.program.contract.strides}
+        places = [place for place, index in enumerate(inputs) if index in compared]
+        self._strides = [(place, tensors[place].stride()) for place in places]
         self._copies, self._bounds = copies, copies.bounds
         views, expanded = copies.views, dict(copies.expanded)
         self._views = [views[index] for index in inputs]
@@ -67,7 +68,7 @@ class FrozenCall:
         """
         if self._generation != self._runtime.generation or capturing_elsewhere(self._device):
             return MISS
-        if self._strides is not None and self._strides != [tensor.stride() for tensor in tensors]:
+        if not all(same_layout(tensors[place], strides) for place, strides in self._strides):
             return MISS
         foreign = [place for place, view in enumerate(self._views) if tensors[place] is not view]
         for place in foreign:

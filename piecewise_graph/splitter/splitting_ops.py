@@ -234,13 +234,18 @@ def _is_in_place(node: Node) -> bool:
 
 
 def may_write_to(node: Node, operand: Node) -> bool:
-    """`may_write`, and `operand` is what it writes: by the op's schema, where there is one."""
+    """`may_write`, and `operand` may be what it writes: by the op's schema, where there is one."""
     if not may_write(node):
         return False
+    if node.op == "call_method" or node.target in _IN_PLACE_OPERATORS:
+        return operand is node.args[0]
     written, given = written_arguments(node.target), bind_arguments(node.target, node.args, node.kwargs)
-    values = [value for name, value in given if name in written] if written else node.args[:1]
-    listed = [each for value in values for each in (value if isinstance(value, (tuple, list)) else (value,))]
-    return operand in listed or operand is node.kwargs.get("out")
+    if not written:  # `F.silu(input=x, inplace=True)`, `F.embedding(ids, weight, max_norm=1)`
+        return True
+    values = [value for name, value in given if name in written]
+    return any(
+        operand is value or (isinstance(value, (tuple, list)) and operand in value) for value in values
+    )
 
 
 def changes_shape_in_place(node: Node) -> bool:
