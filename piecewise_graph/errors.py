@@ -493,7 +493,7 @@ class FreezeError(PiecewiseError):
 
     @classmethod
     def steered(cls) -> FreezeError:
-        what = "a size or a number that is no input of its graph, or Python before it, steers the forward."
+        what = "a size or a number that is no input of the model's graph, or Python before it, steers it."
         return cls(what, "call the compiled model itself, which checks such values at every call.")
 
     @classmethod
