@@ -3,11 +3,11 @@
 Note [What a frozen call still checks]
 Dynamo's guards make sure that a trace fits the call; a frozen callable knows which trace it belongs to and
 checks what can differ between two calls of one loop, in plain Python: which arguments are there, constants by
-value, dtype, device and shape of tensors, grad mode and autocast, the model's training flag, and in FULL mode
-the forward context. A tensor that is no input of the graph may still have been asked for its shape: it has to
-be like the example's. What it takes for granted is what the model reads besides: attributes of modules,
-globals, and weights, whose addresses are compared at the first replay of every tape (always, with
-check="always"). After replacing any of these, call `rebind()`.
+value, dtype, device and shape of tensors, their strides where the trace depends on them, grad mode and
+autocast, the model's training flag, and in FULL mode the forward context. A tensor that is no input of the
+graph may still have been asked for its shape: it has to be like the example's. What it takes for granted is
+what the model reads besides: attributes of modules, globals, and weights, whose addresses are compared at the
+first replay of every tape (always, with check="always"). After replacing any of these, call `rebind()`.
 """
 
 from __future__ import annotations
