@@ -77,7 +77,7 @@ BUDGETS = {
     "kernels": 1236,
     "splitter": 1378,
     "analysis": 1672,
-    "compiler": 2117,
+    "compiler": 2113,
     "recorder": 1184,
     "runtime": 1439,
     "inspection": 999,

@@ -34,11 +34,13 @@ from piecewise_graph.splitter.splitting_ops import (
     called_name,
     changes_shape_in_place,
     compile_ops_ahead,
-    may_write_to,
     written_arguments,
+    written_operands,
 )
 
 log = logging.getLogger(__name__)
+
+Writes = Sequence[tuple[Node, Node]]  # (an in-place call, what it may write)
 
 _VIEW_OR_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"})
 
@@ -58,14 +60,15 @@ def build_program(
         compiled: structures by key, shared by the traces of one model; grows here.
         ranks: the processes that run the trace together.
     """
-    reason = _keeps_whole(gm, example_inputs)
+    writes = [(node, operand) for node in gm.graph.nodes for operand in written_operands(node)]
+    reason = _keeps_whole(gm, example_inputs, writes)
     if reason is not None:
         return reason
     # Asked before segments are compiled, which may add sizes.
     asked = _torch.layout_questions()
     steered = "storage_offset" in asked or _torch.is_behind_a_break()
     is_whole = _torch.takes_all_sizes(gm) and not steered
-    by_layout = bool(asked) or any(map(_is_written_view_or_copy, gm.graph.nodes))
+    by_layout = bool(asked) or any(_is_written_view_or_copy(node, writes) for node in gm.graph.nodes)
     merged, merge = merge_linears(gm, example_inputs) if config.merge_linears else (gm, Merge())
     try:
         traced = with_attention_inside(merged)
@@ -150,7 +153,7 @@ def _for_unproved(config: PiecewiseConfig) -> Unproved:
     return "exact" if config.cuda_graphs == "off" else "cut"
 
 
-def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
+def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any], writes: Writes) -> str | None:
     """Why a trace must be compiled as one graph."""
     tensors = [x for x in example_inputs if isinstance(x, Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -161,7 +164,9 @@ def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
         return "grad_enabled_inside"
     if not all(map(_torch.is_plain_tensor, tensors)):
         return "tensor_subclass"
-    if any(map(_is_written_dropout, gm.graph.nodes)):
+    # Dropout in eval mode, traced as a copy, returns its argument, which what is written to it reaches.
+    dropouts = gm.graph.find_nodes(op="call_function", target=torch.nn.functional.dropout)
+    if any(_is_written_after(node, node, writes) for node in dropouts):
         return "writes_an_input"
     if any(map(changes_shape_in_place, gm.graph.nodes)):
         return "changes_a_shape_in_place"
@@ -169,24 +174,19 @@ def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any]) -> str | None:
     return "autocast" if any(map(torch.is_autocast_enabled, kinds)) else None
 
 
-def _is_written_dropout(node: Node) -> bool:
-    """Dropout in eval mode, traced as a copy, returns its argument, which what is written to it reaches."""
-    return node.target is torch.nn.functional.dropout and _is_written_after(node, node)
-
-
-def _is_written_after(node: Node, place: Node) -> bool:
-    """Something behind `place` writes to what the node makes, or to a view of it."""
+def _is_written_after(node: Node, place: Node, writes: Writes) -> bool:
+    """A call behind `place` writes to what the node makes, or to a view of it."""
     made = _torch.example_value(node)
-    sharing = [n for n in node.graph.nodes if _torch.share_storage(_torch.example_value(n), made)]
-    return any(may_write_to(user, n) for n in sharing for user in n.users if user > place)
+    written = (operand for call, operand in writes if call > place)
+    return any(_torch.share_storage(_torch.example_value(operand), made) for operand in written)
 
 
-def _is_written_view_or_copy(node: Node) -> bool:
+def _is_written_view_or_copy(node: Node, writes: Writes) -> bool:
     """Whether the node makes a view or a copy follows from strides, and what is written shows which."""
     if called_name(node).rpartition("::")[2] not in _VIEW_OR_COPY:
         return False
-    given = [n for n in node.all_input_nodes if _has_callers_strides(n)]
-    return any(_is_written_after(each, node) for n in given for each in (n, node))
+    is_written = any(_is_written_after(each, node, writes) for each in (node, *node.all_input_nodes))
+    return is_written and any(map(_has_callers_strides, node.all_input_nodes))
 
 
 def _has_callers_strides(node: Node) -> bool:

@@ -106,14 +106,9 @@ def of_proof(
     inputs = tuple(replace(new, bound=old.bound) for new, old in pairs)  # see `with_activations`
     proved = replace(proved, split=replace(proved.split, inputs=inputs))
     breaks, contract = program.breaks, program.contract
+    compared = frozenset(index for index, _ in contract.strides)
     fields = compiled_fields(
-        traced,
-        proved,
-        config,
-        compiled,
-        breaks=breaks,
-        is_whole=contract.is_whole,
-        compared=frozenset(index for index, _ in contract.strides),
+        traced, proved, config, compiled, breaks=breaks, is_whole=contract.is_whole, compared=compared
     )
     made = replace(program, **fields)
     report_split(made)

@@ -45,9 +45,8 @@ class FrozenCall:
         self._runtime, self._replay = runtime, replay
         self._generation, self._device = runtime.generation, runtime.program.device
         self._kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
-        compared = {index for index, _ in runtime.program.contract.strides}
-        places = [place for place, index in enumerate(inputs) if index in compared]
-        self._strides = [(place, tensors[place].stride()) for place in places]
+        compared = dict(runtime.program.contract.strides)
+        self._strides = [(i, t.stride()) for i, t in enumerate(tensors) if inputs[i] in compared]
         self._copies, self._bounds = copies, copies.bounds
         views, expanded = copies.views, dict(copies.expanded)
         self._views = [views[index] for index in inputs]
@@ -68,8 +67,9 @@ class FrozenCall:
         """
         if self._generation != self._runtime.generation or capturing_elsewhere(self._device):
             return MISS
-        if not all(same_layout(tensors[place], strides) for place, strides in self._strides):
-            return MISS
+        for place, strides in self._strides:
+            if not same_layout(tensors[place], strides):
+                return MISS
         foreign = [place for place, view in enumerate(self._views) if tensors[place] is not view]
         for place in foreign:
             tensor, (dtype, device) = tensors[place], self._kinds[place]

@@ -58,12 +58,11 @@ def without_returned_views(gm: GraphModule) -> ReturnedViews:
     placeholders = gm.graph.find_nodes(op="placeholder")
     results: Any = gm.graph.output_node().args[0]
     is_dynamos = isinstance(results, (tuple, list))
-    reshaped = any(map(changes_shape_in_place, gm.graph.nodes))  # a value may be another view by the end
-    if not is_dynamos or reshaped or _switches_grad(gm):  # a view's history tells the mode it was made in
+    if not is_dynamos or _switches_grad(gm):  # a view's history tells the mode that it was made in
         return ReturnedViews(gm, (), tuple, ())
     made = {place: _ops_of_view(node, placeholders) for place, node in enumerate(results)}
     views = {place: ops for place, ops in made.items() if ops}
-    if not views:
+    if not views or any(map(changes_shape_in_place, gm.graph.nodes)):  # which makes another view of a value
         return ReturnedViews(gm, (), tuple, ())
     wanted = set().union(*views.values())
     ops = [node for node in gm.graph.nodes if node in wanted]

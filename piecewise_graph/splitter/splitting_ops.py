@@ -16,6 +16,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -208,6 +209,7 @@ _IN_PLACE_OPERATORS = frozenset(
 
 # Arguments that make a function of torch.nn.functional write: activations, embeddings, batch norms.
 _WRITING_SWITCHES = ("inplace", "max_norm", "training")
+_signature = cache(inspect.signature)  # a model calls few functions over and over
 
 
 def may_write(node: Node) -> bool:
@@ -227,25 +229,24 @@ def _is_in_place(node: Node) -> bool:
     if not callable(node.target):
         return False
     try:
-        given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+        given = _signature(node.target).bind(*node.args, **node.kwargs).arguments
     except (TypeError, ValueError):  # a builtin has no signature; its keywords are known
         given = dict(node.kwargs)
     return any(given.get(switch) not in (None, False) for switch in _WRITING_SWITCHES)
 
 
-def may_write_to(node: Node, operand: Node) -> bool:
-    """`may_write`, and `operand` may be what it writes: by the op's schema, where there is one."""
+def written_operands(node: Node) -> list[Node]:
+    """What an in-place call may write of its operands: by the op's schema, where there is one."""
     if not may_write(node):
-        return False
+        return []
     if node.op == "call_method" or node.target in _IN_PLACE_OPERATORS:
-        return operand is node.args[0]
+        return node.all_input_nodes[:1]
     written, given = written_arguments(node.target), bind_arguments(node.target, node.args, node.kwargs)
     if not written:  # `F.silu(input=x, inplace=True)`, `F.embedding(ids, weight, max_norm=1)`
-        return True
+        return node.all_input_nodes
     values = [value for name, value in given if name in written]
-    return any(
-        operand is value or (isinstance(value, (tuple, list)) and operand in value) for value in values
-    )
+    listed = [each for value in values for each in (value if isinstance(value, (tuple, list)) else (value,))]
+    return [operand for operand in node.all_input_nodes if operand in listed]
 
 
 def changes_shape_in_place(node: Node) -> bool:
