@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -190,7 +190,7 @@ class ShapeContract:
         is_whole: no other size or number, and no Python before the trace, chose what was traced; where one
             did, only Dynamo's guards check it.
         strides: (argument index, strides) of arguments of which the trace does something else with other
-            strides, or whose elements share memory by them.
+            strides, or whose elements share memory by them; of all where one is written.
     """
 
     symbols: tuple[sympy.Symbol, ...]
@@ -215,6 +215,10 @@ class ShapeContract:
             guards=tuple(guard for guard in guards if guard != sympy.true),
             ranges=tuple(self.ranges[index] for index in left),
         )
+
+    def with_strides(self, specs: Iterable[tuple[int, TensorSpec]]) -> ShapeContract:
+        """The same, and these are the arguments whose strides are compared."""
+        return replace(self, strides=tuple((index, spec.stride) for index, spec in specs))
 
     def admit(self, args: Sequence[Any]) -> Sizes:
         """The value of each symbol in this call, which the trace is valid for.

@@ -108,7 +108,7 @@ def test_modes_may_alternate(model: Blocks, device: torch.device) -> None:
 
 @pytest.mark.parametrize("dims", ["one", "two"])
 def test_writes_reach_an_argument_of_other_strides(dims: str, device: torch.device) -> None:
-    """The trace was made for other strides, so it runs on a copy, which is copied back."""
+    """A trace that writes an argument is made anew for other strides."""
 
     def model(x: Tensor) -> Tensor:
         x.add_(x)

@@ -71,15 +71,15 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1316,
+    "beside": 1318,
     "ranks": 394,
     "_torch": 896,
     "kernels": 1236,
     "splitter": 1378,
     "analysis": 1672,
-    "compiler": 2113,
+    "compiler": 2111,
     "recorder": 1184,
-    "runtime": 1439,
+    "runtime": 1437,
     "inspection": 999,
     "frontend": 1285,
     "custom_ops": 3546,

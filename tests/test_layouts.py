@@ -79,6 +79,38 @@ def test_strides_that_follow_from_sizes(model: Callable[..., Any], device: torch
             assert_same_for(fast, model, BATCH_LAYOUTS[which](count, device))
 
 
+WRITING: dict[str, Callable[..., Any]] = {
+    "in place": lambda x: (x.add_(1), x * 2),
+    "twice": lambda x: x.add_(1).mul_(2),
+    "an element": lambda x: (x.__setitem__((slice(None), 0), 0.0), x, x * 2)[1:],
+    "a view": lambda x: (x[:, 1:].mul_(2), x * 1),
+}
+
+
+@pytest.mark.parametrize("model", WRITING.values(), ids=WRITING)
+def test_what_is_written_is_the_argument_itself(model: Callable[..., Any], device: torch.device) -> None:
+    """The segments' strides are the trace's. An argument of others would be a copy, written and returned."""
+    for order in ORDERS:
+        torch._dynamo.reset()
+        fast = compiled(model, token_dim={"x": 1}, compiler="eager")
+        for count, which in zip((5, 7, 4, 6), (*order, order[0]), strict=True):
+            x = BATCH_LAYOUTS[which](count, device)
+            y = torch.empty_strided(x.shape, x.stride(), device=device).copy_(x)
+            found, want = (run(z) for run, z in ((fast, x), (model, y)))
+            assert_same((x, found), (y, want))
+            of_found, of_want = ([_is_of(r, z) for r in _each(run)] for run, z in ((found, x), (want, y)))
+            assert of_found == of_want
+
+
+def _each(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _is_of(result: torch.Tensor, argument: torch.Tensor) -> tuple[bool, bool]:
+    shares = result.untyped_storage().data_ptr() == argument.untyped_storage().data_ptr()
+    return result is argument, shares
+
+
 FROZEN: dict[str, tuple[Callable[..., Any], Callable[[int], torch.Tensor], Callable[[int], torch.Tensor]]] = {
     "a view or a copy of rows": (
         lambda x: (x.reshape(-1).mul_(2), x)[1] * 1,

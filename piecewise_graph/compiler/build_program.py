@@ -110,6 +110,8 @@ def compiled_fields(
     writes = writes_arguments(graph, segments)
     trusted = config.one_token == "trusted"
     contract = contract_of(traced, graph, is_whole, compared=compared, any_size_may_be_one=trusted)
+    if writes:
+        contract = contract.with_strides(graph.activations)
     return {
         "traced": traced,
         "split": graph,
@@ -232,8 +234,7 @@ def contract_of(
         tuple(map(relaxed_range, ranges) if len(known) == 1 or any_size_may_be_one else ranges),
         tuple(given.name for given in graph.inputs),
         is_whole,
-        tuple((index, spec.stride) for index, spec in graph.activations if index in compared),
-    )
+    ).with_strides((index, spec) for index, spec in graph.activations if index in compared)
 
 
 def _symbolic_dims(gm: GraphModule) -> frozenset[tuple[int, int]]:

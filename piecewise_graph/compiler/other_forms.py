@@ -141,7 +141,8 @@ def with_activations(program: Program, indices: Collection[int]) -> Program:
     graph = replace(program.split, inputs=inputs)
     writes = writes_arguments(graph, program.compiled)
     why = program.blocked or blocked(graph, program.compiled, writes, program.breaks)
-    return replace(program, split=graph, blocked=why, writes_arguments=writes)
+    contract = program.contract.with_strides(graph.activations) if writes else program.contract
+    return replace(program, split=graph, blocked=why, writes_arguments=writes, contract=contract)
 
 
 def has_exact_sizes(program: Program) -> bool:

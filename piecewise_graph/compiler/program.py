@@ -149,7 +149,8 @@ class Program:
 def in_layout(program: Program, args: Sequence[Any], sizes: Sizes) -> Sequence[Any]:
     """A call's arguments as segments take them: activations in the strides of the trace, then merged weights.
 
-    pg.compile drops Dynamo's guards on symbolic strides, so an activation may come in others.
+    pg.compile drops Dynamo's guards on symbolic strides, so an activation may come in others. Where the trace
+    writes an argument it may not (ShapeContract.strides).
 
     Raises:
         MergedWeightsError: see `Program.with_merged`.
@@ -161,13 +162,6 @@ def in_layout(program: Program, args: Sequence[Any], sizes: Sizes) -> Sequence[A
             laid_out[index] = spec.empty(sizes)
             overwrite(laid_out[index], args[index])
     return program.with_merged(laid_out)
-
-
-def write_back(program: Program, args: Sequence[Any], laid_out: Sequence[Any]) -> None:
-    """Bring what the trace wrote to copies of `in_layout` to the arguments themselves."""
-    for given, copied in zip(args, laid_out, strict=False):  # merged weights follow
-        if program.writes_arguments and isinstance(given, Tensor) and copied is not given:
-            overwrite(given, copied)
 
 
 def run_steps(

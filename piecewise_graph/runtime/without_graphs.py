@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from piecewise_graph.compiler.program import in_layout, run_steps, write_back
+from piecewise_graph.compiler.program import in_layout, run_steps
 from piecewise_graph.context import ForwardContext
 from piecewise_graph.recorder.rehearse import live_rows, pads, rehearse, run_padded
 from piecewise_graph.recorder.workspace import Workspace
@@ -71,9 +71,7 @@ class WithoutGraphs:
                 return live_rows(workspace, padded, laid_out, num_tokens)
         if bucket is not None and reason == "not_captured" and not self.rehearsals.done:
             return self._rehearsal(laid_out, num_tokens, bucket)
-        outputs = run_steps(program, laid_out, sizes)
-        write_back(program, args, laid_out)
-        return outputs
+        return run_steps(program, laid_out, sizes)
 
     def _rehearsal(self, laid_out: Sequence[Any], num_tokens: int, bucket: int) -> list[Any]:
         """The first forward of a trace that pg.capture will capture: the capture need not run one."""
