@@ -12,7 +12,7 @@ from toys import Blocks, assert_same, compiled, rows
 from transformers.modeling_outputs import BaseModelOutput
 
 import piecewise_graph as pg
-from piecewise_graph.frontend.compile import CompiledModel
+from piecewise_graph.frontend.one_token import OneTokenTraces
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -22,8 +22,8 @@ def test_a_trusted_model_is_not_traced_at_one_token(
     option: str, looks: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
-    look = CompiledModel._traced_at_one_token
-    monkeypatch.setattr(CompiledModel, "_traced_at_one_token", lambda *a: found.append(a) or look(*a))
+    look = OneTokenTraces._noted
+    monkeypatch.setattr(OneTokenTraces, "_noted", lambda *a: found.append(a) or look(*a))
     model = Blocks().to(device)
     fast = compiled(model, one_token=option)
     for count in (3, 1, 2, 1):
@@ -81,6 +81,54 @@ def test_what_is_returned_at_one_token_may_differ(model: Any, traces: int, devic
         for count in (8, 5, 1, 1, 3, 1):
             x = rows(count, device)
             assert_alike(fast(x), model(x))
+
+
+class AsksAtOne(nn.Module):
+    """What it asks with one token, its trace of several does not know."""
+
+    flag = False
+
+    def forward(self, x: Tensor, decode: bool = False, bias: Tensor | None = None) -> Tensor:
+        if x.shape[0] == 1 and (decode or self.flag or self.training or bias is not None):
+            return x * 3
+        return x * 2
+
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "an argument": ({"decode": True}, {}),
+    "an optional tensor": ({"bias": torch.ones(5)}, {}),
+    "an attribute": ({}, {"flag": True}),
+    "the mode": ({}, {"training": True}),
+}
+
+
+@pytest.mark.parametrize(("given", "attributes"), CHANGES.values(), ids=CHANGES)
+def test_what_only_one_token_asks_for_may_change(
+    given: dict[str, Any], attributes: dict[str, Any], device: torch.device
+) -> None:
+    model = AsksAtOne().eval()
+    fast = compiled(model, token_dim={"x": 0})
+    for changed in (False, False, True, True, False, True):
+        kwargs = {name: _on(device, value) for name, value in given.items()} if changed else {}
+        vars(model).update({name: value is changed for name, value in attributes.items()})
+        for count in (3, 1, 8, 1):
+            x = rows(count, device)
+            assert_same(fast(x, **kwargs), model(x, **kwargs))
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def test_a_size_that_only_one_token_asks_for_may_change(device: torch.device) -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return x * 3 if x.shape[0] == 1 and y.shape[1] > 4 else x * 2 + y.sum()
+
+    fast = compiled(model, token_dim={"x": 0})
+    for width in (3, 6, 3, *range(4, 16)):
+        for count in (3, 1):
+            x, y = rows(count, device), torch.ones(5, width, device=device)
+            assert_same(fast(x, y), model(x, y))
 
 
 def assert_alike(found: Any, expected: Any) -> None:

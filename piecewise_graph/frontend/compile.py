@@ -17,7 +17,7 @@ request than with several, and nothing here would check that. So are models with
 
 The one thing relaxed is T >= 2. Models of transformers ask whether T > 1 to see whether a mask is causal or
 can be skipped, which for one token is the same either way (held by tests on eight of them). Any other
-model's first call at T = 1 is traced once more, without compiling or running it, and served by the same
+model's calls at T = 1 are traced once more, without compiling or running them, and served by the same
 trace only if the graphs agree (one_token.py), unless its caller says that they do (`one_token`).
 
 Note [Weights keep their guards]
@@ -39,7 +39,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 from torch.nn.modules import module as modules
 
 from piecewise_graph import _torch
@@ -48,7 +47,7 @@ from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, TraceError
 from piecewise_graph.frontend.generate import CompiledGenerate, generates
 from piecewise_graph.frontend.model_backend import ModelBackend
-from piecewise_graph.frontend.one_token import Signature, is_of_transformers, note_signature
+from piecewise_graph.frontend.one_token import OneTokenTraces, Signature, is_of_transformers
 from piecewise_graph.frontend.strides import with_plain_strides
 from piecewise_graph.frontend.token_dims import BatchDims, TokenDims
 from piecewise_graph.frontend.untraced import untraced
@@ -113,7 +112,7 @@ class CompiledModel:
         self._traces: list[Callable[..., Any]] = []
         self._guarded: Callable[..., Any] | None = None
         self._untraced: Callable[..., Any] | None = None  # the latest trace, until its first call
-        self._at_one_token: list[Signature] | None = None
+        self._one_token = OneTokenTraces(model)
         self._answered = False
         self._untraced_call = untraced()
         if generates(model):
@@ -221,21 +220,7 @@ class CompiledModel:
         """Whether these traces of more tokens are one, and this call of one token would give the same."""
         if self.model_state.config.one_token == "trusted":
             return True
-        if self._at_one_token is None:
-            self._at_one_token = self._traced_at_one_token(args, kwargs)
-        return len(self._at_one_token) == 1 and list(traces) == self._at_one_token
-
-    def _traced_at_one_token(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Signature]:
-        """What Dynamo makes of this call, which is not run."""
-        signatures: list[Signature] = []
-
-        def collect(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            note_signature(signatures, gm)
-            return _stop
-
-        with suppress(TracedOnly, RuntimeError):
-            torch.compile(self._model, backend=collect, dynamic=False, fullgraph=True)(*args, **kwargs)
-        return signatures
+        return len(traces) == 1 and self._one_token.signature(args, kwargs) == traces[0]
 
     def _call(self, trace: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.model_state.channel.begin_call()
@@ -312,10 +297,6 @@ class CompiledModel:
 def _has_hooks(model: Callable[..., Any]) -> bool:
     """Something runs before the forward that is traced: a trace that finds it is not valid comes too late."""
     return bool(getattr(model, "_forward_pre_hooks", None) or modules._global_forward_pre_hooks)
-
-
-def _stop(*_: Any) -> Any:
-    raise TracedOnly
 
 
 def _mark(tensors: Mapping[str, Tensor], dims: Mapping[str, tuple[int, ...]]) -> None:

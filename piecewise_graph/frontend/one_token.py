@@ -11,9 +11,9 @@ from __future__ import annotations
 import dis
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import sympy
 import torch
@@ -22,9 +22,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from piecewise_graph import _torch
+from piecewise_graph.runtime.side_channel import TracedOnly
 from piecewise_graph.sizes import is_scalar
 
 Signature = tuple[Any, ...]
+_MAX_TRACES = 8
 # Names that each code of Dynamo has for itself, and what tells its names of objects from those of another.
 _OWN_NAMES = re.compile(r"\b(tmp|__compiled_fn)_\w+|_c[0-9]+\b")
 
@@ -40,6 +42,42 @@ def _only_adapts_layers(model: Any) -> bool:
     """Prompt learning adds tokens to the input, other adapters add to what a layer returns."""
     configs = getattr(model, "peft_config", {}).values()
     return bool(configs) and not any(config.is_prompt_learning for config in configs)
+
+
+class OneTokenTraces:
+    """What Dynamo makes of a model's calls of one token, which are not run.
+
+    Each trace has Dynamo's guards. What the model asks only where it has one token (a flag, another argument)
+    is not guarded by the trace of several tokens.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self._trace = torch.compile(model, backend=self._noted, dynamic=False, fullgraph=True)
+        self._left = _MAX_TRACES
+
+    def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | None:
+        """Of the trace that fits this call; None where Dynamo makes no graph of it, or too many of others."""
+        if not self._left:
+            return None
+        try:
+            self._trace(*args, **kwargs)
+        except TracedOnly as stopped:
+            (signatures,) = stopped.args
+            return signatures[0]
+        except RuntimeError:
+            pass
+        self._left -= 1
+        return None
+
+    def _noted(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., NoReturn]:
+        signatures: list[Signature] = []
+        note_signature(signatures, gm)
+        self._left -= 1
+
+        def stop(*_: Any) -> NoReturn:
+            raise TracedOnly(signatures)
+
+        return stop
 
 
 def note_signature(signatures: list[Signature], gm: GraphModule) -> None:
