@@ -529,9 +529,9 @@ class FreezeError(PiecewiseError):
         return cls(what, "pass a tensor, or a constant.")
 
     @classmethod
-    def unknown_output(cls, shape: Sequence[int]) -> FreezeError:
-        what = f"the model returns a tensor of shape {tuple(shape)} that its graph did not compute."
-        return cls(what, "return results of the forward only; for a KV cache object, pass use_cache=False.")
+    def unknown_output(cls, returned: str) -> FreezeError:
+        what = f"the model returns a {returned} that its graph did not compute."
+        return cls(what, "return tensors and constants in containers; for a KV cache, pass use_cache=False.")
 
     @classmethod
     def integer_output(cls) -> FreezeError:

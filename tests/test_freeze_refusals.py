@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import models
@@ -163,3 +166,101 @@ def test_check_always_refuses_a_moved_weight(model: Blocks, device: torch.device
     model.linears[1].weight.data = torch.randn_like(model.linears[1].weight)
     with pytest.raises(AddressMovedError, match="linears"):
         call(x)
+
+
+@dataclass
+class Scale:
+    by: float = 2.0
+
+
+@dataclass
+class Hidden:
+    hidden: Tensor
+
+
+@pytest.mark.parametrize(
+    ("given", "change"),
+    [
+        (Scale(), lambda given: setattr(given, "by", 5.0)),
+        ({1}, lambda given: given.add(2)),
+        (types.SimpleNamespace(by=2.0), lambda given: setattr(given, "by", 5.0)),
+    ],
+    ids=["a dataclass", "a set", "an object"],
+)
+def test_an_argument_that_was_changed_in_place_is_refused(
+    given: Any, change: Callable[[Any], None], device: torch.device
+) -> None:
+    def model(x: Tensor, given: Any) -> Tensor:
+        return ops.mix_padded(x) * (len(given) if isinstance(given, set) else given.by)
+
+    x = rows(4, device)
+    call = pg.freeze(compiled(model, token_dim={"x": 0}, compiler="eager"), x, given)
+    assert_same(call(x, given), model(x, given))
+    change(given)
+    with pytest.raises(FreezeError, match="argument 'given' is"):
+        call(x, given)
+
+
+RESULTS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a dataclass": (lambda x: Hidden(ops.mix_padded(x)), "returns a Hidden"),
+    "an object": (lambda x: types.SimpleNamespace(hidden=ops.mix_padded(x)), "returns a SimpleNamespace"),
+    "a set": (lambda x: (ops.mix_padded(x), {x.shape[0], 1}), "returns a set"),
+    "a shape": (lambda x: (ops.mix_padded(x), x.shape), "numbers that depend on the token count"),
+    "a quotient": (lambda x: (ops.mix_padded(x), x.shape[0] / 2), "numbers that depend on the token count"),
+}
+
+
+@pytest.mark.parametrize(("model", "message"), RESULTS.values(), ids=RESULTS)
+def test_a_result_that_holds_more_than_tensors_and_constants_is_refused(
+    model: Callable[[Tensor], Any], message: str, device: torch.device
+) -> None:
+    fast = compiled(model, token_dim={"x": 0}, compiler="eager")
+    for count in (3, 5):
+        fast(rows(count, device))
+    with pytest.raises(FreezeError, match=message):
+        pg.freeze(fast, rows(4, device))
+
+
+COUNT, LOG = 0, list[int]()
+
+
+class Counts(nn.Module):
+    calls = 0
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        global COUNT  # noqa: PLW0603 - that is what is refused
+        if self.what == "COUNT":
+            COUNT += 1
+        elif self.what == "LOG":
+            LOG.append(1)
+        else:
+            type(self).calls += 1
+        return ops.mix_padded(x)
+
+
+@pytest.mark.parametrize(("what", "named"), [("COUNT",) * 2, ("LOG",) * 2, ("calls", r"type\(self\)")])
+def test_a_forward_that_changes_globals_or_its_class_is_refused(
+    what: str, named: str, device: torch.device
+) -> None:
+    fast = compiled(Counts(what), token_dim={"x": 0}, compiler="eager")
+    with pytest.raises(FreezeError, match=f"changes {named} in Python"):
+        pg.freeze(fast, rows(4, device))
+
+
+def test_strides_of_a_tensor_that_is_only_asked_for_them_are_refused(device: torch.device) -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return ops.mix_padded(x) + y.stride(0)
+
+    x, y = rows(4, device), torch.zeros(4, 4, device=device)
+    options: Any = {"compiler": "eager", "capture_sizes": [4], "max_tokens": 4}
+    call = pg.freeze(torch.compile(model, backend="piecewise", options=options), x, y)
+    assert_same(call(x, y), model(x, y))
+    with pytest.raises(FreezeError, match="'y' is"):
+        call(x, torch.zeros(4, 8, device=device)[:, :4])
+    with pytest.raises(FreezeError, match=r"frozen with 0\.0"):
+        zero = pg.freeze(compiled(lambda x, k: x * 2 / k, token_dim={"x": 0}), x, 0.0)
+        zero(x, -0.0)

@@ -162,11 +162,14 @@ def assigned_attributes() -> frozenset[str]:
     return frozenset(found)
 
 
-def changed_objects() -> tuple[str, ...]:
-    """Source texts of the caller's objects that the traced code changes in Python, such as `L['self']`.
+_OF_TRANSFORMERS = "G['__import_transformers"
 
-    Dynamo makes these changes after every call of its graph. Left out are globals (transformers sets a
-    context variable, and sets it back), and the containers of `*args` and `**kwargs`.
+
+def changed_objects() -> tuple[str, ...]:
+    """Source texts of what the traced code changes in Python: `L['self']` of the caller's, globals, classes.
+
+    Dynamo makes these changes after every call of its graph. Left out are the containers of `*args` and
+    `**kwargs`, and globals of transformers, which sets a context variable, and sets it back.
     """
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
@@ -179,7 +182,7 @@ def changed_objects() -> tuple[str, ...]:
     given = [item for item in effects.id_to_variable.values() if item.source is not None]
     changed = [x for x in given if not isinstance(x.mutation_type, made_here) and _is_changed(x, effects)]
     texts = {source_text(item.source) for item in changed}
-    return tuple(sorted(text for text in texts - of_call if text.startswith("L[")))
+    return tuple(sorted(text for text in texts - of_call if text and not text.startswith(_OF_TRANSFORMERS)))
 
 
 def _is_changed(item: Any, effects: Any) -> bool:

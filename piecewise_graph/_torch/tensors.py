@@ -102,9 +102,10 @@ def weak_alias(tensor: Tensor) -> Tensor:
     return empty.set_(alias, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def flatten(structure: Any) -> tuple[list[Any], Any]:
-    """(leaves, structure) of nested containers, ModelOutput included."""
-    return torch.utils._pytree.tree_flatten(structure)
+def flatten(structure: Any, whole: type | None = None) -> tuple[list[Any], Any]:
+    """(leaves, structure) of nested containers, ModelOutput included; those of type `whole` are leaves."""
+    is_leaf = None if whole is None else lambda value: isinstance(value, whole)
+    return torch.utils._pytree.tree_flatten(structure, is_leaf=is_leaf)
 
 
 def unflatten(leaves: Sequence[Any], structure: Any) -> Any:

@@ -4,10 +4,12 @@ Note [What a frozen call still checks]
 Dynamo's guards make sure that a trace fits the call; a frozen callable knows which trace it belongs to and
 checks what can differ between two calls of one loop, in plain Python: which arguments are there, constants by
 value, dtype, device and shape of tensors, their strides where the trace depends on them, grad mode and
-autocast, the model's training flag, and in FULL mode the forward context. A tensor that is no input of the
-graph may still have been asked for its shape: it has to be like the example's. What it takes for granted is
-what the model reads besides: attributes of modules, globals, and weights, whose addresses are compared at the
-first replay of every tape (always, with check="always"). After replacing any of these, call `rebind()`.
+autocast, the model's training flag, and in FULL mode the forward context. Of an argument that is an object or
+a set, the constants that it holds are compared. A tensor that is no input of the graph may still have been
+asked for its shape or strides: it has to be like the example's. What it takes for granted is what the model
+reads besides: whether two arguments are one, attributes of tensors, objects in objects, attributes of
+modules, globals, and weights, whose addresses are compared at the first replay of every tape (always, with
+check="always"). After replacing any of these, call `rebind()`.
 """
 
 from __future__ import annotations
@@ -25,11 +27,19 @@ from piecewise_graph.errors import AddressMovedError, FreezeError, MergedWeights
 from piecewise_graph.frontend.argument_names import describe, forward_signature, leaf_names
 from piecewise_graph.frontend.compile import CompiledModel
 from piecewise_graph.frontend.frozen_call import MISS, FrozenCall
-from piecewise_graph.frontend.frozen_trace import FrozenTrace, Observed, check_distinct, observe, place_of
+from piecewise_graph.frontend.frozen_trace import (
+    FrozenTrace,
+    Observed,
+    check_distinct,
+    observe,
+    place_of,
+    state_of_object,
+)
 from piecewise_graph.frontend.one_token import is_of_transformers
 from piecewise_graph.frontend.state_lookup import original_of
 from piecewise_graph.frontend.untraced import untraced
 from piecewise_graph.runtime.model_state import ModelState
+from piecewise_graph.sizes import same_layout
 from piecewise_graph.splitter.split_graph import Ref, SplitGraph
 
 
@@ -72,6 +82,8 @@ class Frozen:
         self._names = leaf_names(compiled, structure, len(leaves))
         self._flat_forms: set[Hashable] = set()
         self._constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
+        states = ((i, state_of_object(leaf)) for i, leaf in self._constants)
+        self._states = tuple((i, state) for i, state in states if state)
         inputs = dict(trace.inputs)
         self._unread = tuple(
             (i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in inputs
@@ -158,11 +170,15 @@ class Frozen:
             raise FreezeError.training_changed(self._training)
         for index, expected in self._constants:
             found = leaves[index]
-            if found is not expected and (type(found) is not type(expected) or found != expected):
+            if found is not expected and not _is_equal(found, expected):
+                raise FreezeError.constant(self._names[index], found, expected)
+        for index, expected in self._states:
+            found = state_of_object(leaves[index])
+            if found != expected:
                 raise FreezeError.constant(self._names[index], found, expected)
         for index, expected in self._unread:
-            found = leaves[index]
-            if (found.dtype, found.device, found.shape) != (expected.dtype, expected.device, expected.shape):
+            found, kind = leaves[index], (expected.dtype, expected.device, expected.shape)
+            if (found.dtype, found.device, found.shape) != kind or not same_layout(found, expected.stride()):
                 raise FreezeError.kind(self._names[index], describe(found), describe(expected))
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -250,6 +266,12 @@ class Frozen:
             for dim, size in enumerate(spec.shape if spec is not None else ()):
                 if size.is_Integer and leaf.shape[dim] != int(size):
                     raise FreezeError.kind(name, describe(leaf), f"size {size} in dimension {dim}")
+
+
+def _is_equal(found: Any, expected: Any) -> bool:
+    if type(found) is not type(expected):
+        return False
+    return repr(found) == repr(expected) if isinstance(found, float) else bool(found == expected)  # -0.0
 
 
 def _autocast_question(split: SplitGraph) -> Callable[[], bool]:

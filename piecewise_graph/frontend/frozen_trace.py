@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from itertools import combinations
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -50,6 +53,9 @@ def observe(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Obs
 
 
 Place = tuple[int, torch.Size, tuple[int, ...]]
+Output = tuple[int | None, Any]
+# What says all by its value.
+CONSTANTS = (type(None), int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class FrozenTrace:
             elif given.spec is not None and not given.bound:
                 inputs.append((_leaf_of(seen.args[index], leaves, given.name), index))
                 template[index] = None
-        outputs, structure = _map_outputs(seen)
+        outputs, structure = _map_outputs(seen, leaves)
         return cls(
             seen.runtime,
             tuple(template),
@@ -102,6 +108,20 @@ class FrozenTrace:
 def place_of(leaf: Any) -> Place | None:
     """Where a tensor lies, and which elements it is; None for anything else."""
     return (leaf.data_ptr(), leaf.shape, leaf.stride()) if isinstance(leaf, Tensor) else None
+
+
+def state_of_object(leaf: Any) -> Any:
+    """What a replay would not notice to change in an argument: a set's elements, an object's constants.
+
+    What its attributes hold in turn is taken for granted.
+    """
+    if isinstance(leaf, (set, bytearray)):
+        return copy(leaf)
+    if isinstance(leaf, (*CONSTANTS, type, FunctionType, torch.nn.Module)):
+        return None
+    names = [field.name for field in fields(leaf)] if is_dataclass(leaf) else getattr(leaf, "__dict__", ())
+    values = {name: getattr(leaf, name, None) for name in names}
+    return {name: value for name, value in values.items() if isinstance(value, CONSTANTS)}
 
 
 def _static_leaves(seen: Observed, leaves: Sequence[Any]) -> tuple[tuple[int, Place | None], ...]:
@@ -143,14 +163,20 @@ def _source_of(runtime: Runtime, index: int) -> tuple[int, int, int]:
     raise FreezeError.integer_argument(runtime.program.split.inputs[index].name)
 
 
-def _map_outputs(seen: Observed) -> tuple[list[tuple[int | None, Any]], Any]:
-    leaves, structure = _torch.flatten(seen.result)
-    found: list[tuple[int | None, Any]] = []
+def _map_outputs(seen: Observed, arguments: Sequence[Any]) -> tuple[list[Output], Any]:
+    """What is no output of the graph is a constant, unless Dynamo's code makes it of such an output."""
+    leaves, structure = _torch.flatten(seen.result, whole=torch.Size)
+    returned = set(map(id, leaves))
+    computes = any(isinstance(value, int) or id(value) not in returned for value in seen.outputs)
+    found: list[Output] = []
     for leaf in leaves:
         places = [index for index, value in enumerate(seen.outputs) if value is leaf]
         if isinstance(leaf, Tensor) and not places:
-            raise FreezeError.unknown_output(tuple(leaf.shape))
-        if not isinstance(leaf, Tensor) and any(isinstance(value, int) for value in seen.outputs):
+            raise FreezeError.unknown_output(f"tensor of shape {tuple(leaf.shape)}")
+        is_known = isinstance(leaf, (Tensor, torch.Size, *CONSTANTS))
+        if not is_known and all(leaf is not given for given in arguments):
+            raise FreezeError.unknown_output(type(leaf).__name__)
+        if isinstance(leaf, torch.Size) or (computes and not isinstance(leaf, (Tensor, type(None)))):
             raise FreezeError.integer_output()
         found.append((places[0] if places else None, leaf if not places else None))
     return found, structure

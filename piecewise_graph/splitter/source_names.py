@@ -13,5 +13,5 @@ MODULE = "piecewise_module"
 def readable_source(source: str) -> str:
     """`L['self']._modules['lm_head']._parameters['weight']` -> `self.lm_head.weight`."""
     source = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", source)
-    source = re.sub(r"^[LG]\['([^']+)'\]", r"\1", source)
+    source = re.sub(r"^(type\()?[LG]\['([^']+)'\]", r"\1\2", source)
     return re.sub(r"^(?:kwargs|args)\['([^']+)'\]", r"\1", source)
