@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from internals import replays
 from torch import Tensor, nn
+from torch.nn import functional as F
 from toys import COUNTS, WIDTH, assert_same, check, compiled, ops, rows, watching
 
 import piecewise_graph as pg
@@ -180,9 +182,9 @@ def test_memory_is_kept_for_results_that_lie_in_it_unannounced(compiler: str, de
 class Counted(nn.Module):
     """Writes what dropout in eval mode returned, which is its argument: a buffer, and the caller's tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), dropout
         self.register_buffer("calls", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -191,8 +193,21 @@ class Counted(nn.Module):
         return self.linear(x) + self.calls
 
 
-def test_what_dropout_returns_may_be_written(device: torch.device) -> None:
-    model = Counted().to(device).eval()
+DROPOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a module": nn.Dropout(0.1),
+    "torch.dropout": lambda x: torch.dropout(x, 0.1, False),
+    "an op": lambda x: torch.ops.aten.dropout(x, 0.1, False),
+    "alpha": lambda x: F.alpha_dropout(x, 0.1, training=False),
+    "of features": lambda x: torch.feature_dropout(x, 0.1, False),
+    "lift": torch.ops.aten.lift,
+}
+
+
+@pytest.mark.parametrize("dropout", DROPOUTS.values(), ids=DROPOUTS)
+def test_what_dropout_returns_may_be_written(
+    dropout: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    model = Counted(dropout).to(device).eval()
     fast, expected = compiled(model, compiler="eager"), copy.deepcopy(model)
     for count in (4, 4, 3, 8, 4):
         x = rows(count, device)

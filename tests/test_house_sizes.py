@@ -77,7 +77,7 @@ BUDGETS = {
     "kernels": 1236,
     "splitter": 1378,
     "analysis": 1672,
-    "compiler": 2111,
+    "compiler": 2114,
     "recorder": 1184,
     "runtime": 1437,
     "inspection": 999,

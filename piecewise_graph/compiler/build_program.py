@@ -167,13 +167,18 @@ def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any], writes: Writes)
     if not all(map(_torch.is_plain_tensor, tensors)):
         return "tensor_subclass"
     # Dropout in eval mode, traced as a copy, returns its argument, which what is written to it reaches.
-    dropouts = gm.graph.find_nodes(op="call_function", target=torch.nn.functional.dropout)
+    dropouts = filter(_may_return_its_argument, gm.graph.nodes)
     if any(_is_written_after(node, node, writes) for node in dropouts):
         return "writes_an_input"
     if any(map(changes_shape_in_place, gm.graph.nodes)):
         return "changes_a_shape_in_place"
     kinds = {x.device.type for x in tensors if torch.amp.is_autocast_available(x.device.type)}
     return "autocast" if any(map(torch.is_autocast_enabled, kinds)) else None
+
+
+def _may_return_its_argument(node: Node) -> bool:
+    name = called_name(node).rpartition("::")[2]
+    return "dropout" in name or name in ("lift", "lift_fresh")
 
 
 def _is_written_after(node: Node, place: Node, writes: Writes) -> bool:
