@@ -81,7 +81,7 @@ BUDGETS = {
     "recorder": 1184,
     "runtime": 1437,
     "inspection": 999,
-    "frontend": 1333,
+    "frontend": 1336,
     "custom_ops": 3546,
     "eagle": 3300,
     "integrations": 721,

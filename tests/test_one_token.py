@@ -12,7 +12,7 @@ from toys import Blocks, assert_same, compiled, rows
 from transformers.modeling_outputs import BaseModelOutput
 
 import piecewise_graph as pg
-from piecewise_graph.frontend.one_token import OneTokenTraces
+from piecewise_graph.frontend import one_token
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -22,8 +22,8 @@ def test_a_trusted_model_is_not_traced_at_one_token(
     option: str, looks: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
-    look = OneTokenTraces._noted
-    monkeypatch.setattr(OneTokenTraces, "_noted", lambda *a: found.append(a) or look(*a))
+    look = one_token._Noting.__call__
+    monkeypatch.setattr(one_token._Noting, "__call__", lambda *a: found.append(a) or look(*a))
     model = Blocks().to(device)
     fast = compiled(model, one_token=option)
     for count in (3, 1, 2, 1):

@@ -11,7 +11,7 @@ import vllm_doubles as doubles
 from vllm_worker_doubles import GPUModelRunner, eagle, worker
 
 import piecewise_graph as pg
-from piecewise_graph.frontend.one_token import OneTokenTraces
+from piecewise_graph.frontend import one_token
 from piecewise_graph.integrations import vllm as plugin
 from piecewise_graph.integrations.vllm_decode import DecodeBatch
 
@@ -53,8 +53,8 @@ def test_what_vllm_traces_once_is_not_traced_at_one_token(
         bases = (doubles.Attention, doubles.TorchCompileWithNoGuardsWrapper)
         monkeypatch.setattr(doubles, "Attention", type("Attention", bases, {}))
     looks: list[Any] = []
-    look = OneTokenTraces._noted
-    monkeypatch.setattr(OneTokenTraces, "_noted", lambda *a: looks.append(a) or look(*a))
+    look = one_token._Noting.__call__
+    monkeypatch.setattr(one_token._Noting, "__call__", lambda *a: looks.append(a) or look(*a))
     worker().model_runner.execute_model([(0, [8])])
     assert len(looks) == (not decorated)
 

@@ -52,12 +52,13 @@ class OneTokenTraces:
     """
 
     def __init__(self, model: Callable[..., Any]) -> None:
-        self._trace = torch.compile(model, backend=self._noted, dynamic=False, fullgraph=True)
-        self._left = _MAX_TRACES
+        self._noting = _Noting()
+        self._trace = torch.compile(model, backend=self._noting, dynamic=False, fullgraph=True)
+        self._failed = 0
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | None:
         """Of the trace that fits this call; None where Dynamo makes no graph of it, or too many of others."""
-        if not self._left:
+        if self._noting.traces + self._failed >= _MAX_TRACES:
             return None
         try:
             self._trace(*args, **kwargs)
@@ -66,13 +67,22 @@ class OneTokenTraces:
             return signatures[0]
         except RuntimeError:
             pass
-        self._left -= 1
+        self._failed += 1
         return None
 
-    def _noted(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., NoReturn]:
+
+class _Noting:
+    """A backend whose code tells a trace's signature in place of running it.
+
+    Dynamo holds it as long as the code that was traced, so it may not hold the model.
+    """
+
+    traces = 0
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., NoReturn]:
         signatures: list[Signature] = []
         note_signature(signatures, gm)
-        self._left -= 1
+        self.traces += 1
 
         def stop(*_: Any) -> NoReturn:
             raise TracedOnly(signatures)
