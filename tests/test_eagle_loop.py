@@ -185,7 +185,7 @@ def test_a_forward_that_cannot_be_frozen_is_called_compiled(
 ) -> None:
     model = Counts(changes)
     options = {"compiler": "eager", "pool": pg.GraphPool()}
-    forward = Forward(model, {"x": 0}, [4], options, outputs="copy")
+    forward = Forward(model, {"x": 0}, [4], options, lambda: None, outputs="copy")
     with torch.no_grad():
         for _ in range(3):
             before, x = model.calls, torch.randn(4, 3)

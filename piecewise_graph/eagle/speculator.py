@@ -98,6 +98,7 @@ class Speculator:
 
         Raises:
             SpeculatorError: there is no such rule.
+            AddressMovedError: a weight moved since the graphs that read it were captured.
         """
         if isinstance(rules, str) or not set(rules) <= set(RULES):
             raise SpeculatorError.bad_rules(rules, ", ".join(RULES))
@@ -108,6 +109,7 @@ class Speculator:
             for shape in self.shapes
             for rule in rules
         ]
+        self._resources.weights.check()
         with self._running():
             self._rounds.make(keys)
             self._prefill.prepare()

@@ -8,7 +8,7 @@ Mode `piecewise` runs the phase's own lines on the host and every forward in it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -30,6 +30,7 @@ class Forward:
         token_dim: argument -> dimension that counts rows.
         sizes: row counts that may be captured.
         options: of pg.compile, `pool` among them; of `specialize`, the sizes that may be captured are used.
+        hold: called once tapes read the module's weights by address: see `Weights.hold`.
         outputs: of piecewise calls: "static" outputs are memory of the pool, which the next tape of any model
             overwrites; "copy" is for outputs that are read after that.
     """
@@ -40,10 +41,11 @@ class Forward:
         token_dim: Mapping[str, int],
         sizes: list[int],
         options: Mapping[str, Any],
+        hold: Callable[[], None],
         outputs: str = "static",
     ) -> None:
         self.module, self.sizes = module, sizes
-        self._token_dim = dict(token_dim)
+        self._token_dim, self._hold = dict(token_dim), hold
         chosen = {
             "capture_sizes": sizes,
             "max_tokens": max(sizes),
@@ -96,6 +98,7 @@ class Forward:
                 context=lambda _: {"attention": batch},
                 progress=False,
             )
+        self._hold()
         self._pool.join(inputs[next(iter(inputs))].device, self)
         self._captured.add(rows)
         if self._frozen is None:

@@ -80,8 +80,8 @@ class Resources:
         trusted, is_theirs = {"one_token": "trusted"}, type(model).__module__.startswith("transformers.")
         target_options = {**(trusted if is_theirs else {}), **options, "pool": pool}
         draft_options = {**(trusted if isinstance(draft, DraftModel) else {}), **draft_options, "pool": pool}
-        models = Models.make(target, draft, _row_counts(limits), target_options, draft_options)
-        weights = Weights({"target": target} | ({} if draft is None else {"draft": draft}))
+        weights = Weights(target, draft)
+        models = Models.make(target, draft, _row_counts(limits), target_options, draft_options, weights.hold)
         pool.join(device, weights)
         ranks = pg.ranks_of(model, pg.PiecewiseConfig.from_options(target_options).rank_timeout)
         return cls(limits, target, models, cache, draft_cache, table, state, pool, weights, ranks)

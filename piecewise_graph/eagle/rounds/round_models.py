@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from .compiled_forward import Forward
 from .target import TargetModel
+from .weights import DECODER, DRAFT, HEAD
 
 _ROWS = {"input_ids": 0, "positions": 0, "hidden": 0}
 
@@ -42,22 +44,29 @@ class Models:
         rows: Mapping[str, list[int]],
         target_options: Mapping[str, Any],
         draft_options: Mapping[str, Any],
+        hold: Callable[[str], None],
     ) -> Models:
-        """Prepare to compile; `rows` lists the row counts that each model may be captured for."""
+        """Prepare to compile.
+
+        Args:
+            rows: row counts that each model may be captured for.
+            hold: `Weights.hold`.
+        """
         ids = {"input_ids": 1, "position_ids": 1}
+        decoder, head, drafts = (partial(hold, part) for part in (DECODER, HEAD, DRAFT))
         # The tapes of the head and of the draft run while the target's results are still read.
         of_target = (
-            Forward(target, ids, rows["target"], target_options, outputs="copy"),
-            Forward(target.head, {"hidden": 0}, rows["target_head"], target_options),
+            Forward(target, ids, rows["target"], target_options, decoder, outputs="copy"),
+            Forward(target.head, {"hidden": 0}, rows["target_head"], target_options, head),
         )
         if draft is None:
             return cls(*of_target)
         extended = {"input_ids": 0, "positions": 0, "features": 0}
         return cls(
             *of_target,
-            Forward(draft, _ROWS, rows["step"], draft_options, outputs="copy"),
-            Forward(_Extend(draft), extended, rows["extend"], draft_options, outputs="copy"),
-            Forward(_Head(draft), {"hidden": 0}, rows["head"], draft_options),
+            Forward(draft, _ROWS, rows["step"], draft_options, drafts, outputs="copy"),
+            Forward(_Extend(draft), extended, rows["extend"], draft_options, drafts, outputs="copy"),
+            Forward(_Head(draft), {"hidden": 0}, rows["head"], draft_options, drafts),
             draft,
         )
 

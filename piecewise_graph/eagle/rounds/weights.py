@@ -1,4 +1,4 @@
-"""Weights that full graphs read by address: kept alive, and compared before they are read again."""
+"""Weights that graphs read by address: kept alive, and compared before they are read again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 import piecewise_graph as pg
+
+from .target import TargetModel
+
+DECODER, HEAD, DRAFT = "target.decoder", "target.head", "draft"  # parts, which are held one by one
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,8 @@ class _Seen:
     addresses: list[int]
 
     @classmethod
-    def of(cls, models: Iterable[nn.Module]) -> _Seen:
-        modules = (module for model in models for module in model.modules())
-        each = ((module._parameters, module._buffers, module._modules) for module in modules)
+    def of(cls, model: nn.Module) -> _Seen:
+        each = ((module._parameters, module._buffers, module._modules) for module in model.modules())
         all_tables = [table for three in each for table in three]
         tables = [table for table in all_tables if table]
         contents = _contents(tables)
@@ -53,22 +56,30 @@ class _Seen:
 
 
 class Weights:
-    """Parameters and buffers of the models, as they lay when the first phase was captured.
+    """Parameters and buffers of target and draft, as they lay when graphs that read them were captured.
+
+    A part is held once its forward is compiled. `merge_linears` moves weights then, and leaves those apart
+    whose memory another one holds.
 
     Args:
-        models: name -> module.
+        draft: None without a draft.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        self._models = dict(models)
-        self._held: dict[str, Tensor] = {}
-        self._seen = _Seen.of(())
+    def __init__(self, target: TargetModel, draft: Any) -> None:
+        self._target, self._draft = target, draft
+        self._held: dict[str, dict[str, Tensor]] = {}
+        self._seen: dict[str, _Seen] = {}
 
-    def hold(self) -> None:
-        """Keep the memory of all weights, so that their addresses stay theirs while graphs read them."""
-        if not self._held:
-            self._held = {name: tensor.detach() for name, tensor in self._tensors()}
-            self._seen = _Seen.of(self._models.values())
+    def hold(self, *parts: str) -> None:
+        """Keep the memory of weights, so that their addresses stay theirs while graphs read them.
+
+        Args:
+            parts: some of `DECODER`, `HEAD` and `DRAFT`; none = all.
+        """
+        for part, module in self._parts().items():
+            if part not in self._held and (part in parts or not parts):
+                self._held[part] = {name: tensor.detach() for name, tensor in _tensors(part, module)}
+                self._seen[part] = _Seen.of(module)
 
     def check(self) -> None:
         """Compare the addresses of all weights with those that graphs read. Quick: it is done per request.
@@ -76,24 +87,38 @@ class Weights:
         Raises:
             AddressMovedError: a weight lies elsewhere now, and graphs would read the old one.
         """
-        if self._seen.is_unchanged:
-            return
-        for name, tensor in self._tensors():
-            held = self._held.get(name)
-            if held is None or tensor.data_ptr() != held.data_ptr():
-                raise pg.errors.AddressMovedError.moved(name)
-        self._seen = _Seen.of(self._models.values())  # what was replaced lies where it lay
+        if not all(seen.is_unchanged for seen in self._seen.values()):
+            modules = self._parts()
+            for part, held in self._held.items():
+                _compare(held, dict(_tensors(part, modules[part])))
+            # What was replaced lies where it lay.
+            self._seen = {part: _Seen.of(modules[part]) for part in self._held}
 
     def drop_graphs(self) -> None:
         """Called by the pool: nothing is captured any more."""
-        self._held, self._seen = {}, _Seen.of(())
+        self._held, self._seen = {}, {}
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for model, module in self._models.items():
-            for kind in (module.named_parameters, module.named_buffers):
-                for name, tensor in kind():
-                    for index, part in enumerate(_parts(tensor)):
-                        yield f"{model}.{name}" + (f" (part {index})" if index else ""), part
+    def _parts(self) -> dict[str, nn.Module]:
+        found: dict[str, nn.Module] = {DECODER: self._target.decoder, HEAD: self._target.head}
+        return found if self._draft is None else found | {DRAFT: self._draft}
+
+
+def _compare(held: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Refuse weights that were moved, added or removed, and those that lie there in another layout."""
+    for name in [*found, *held]:
+        if name not in held or name not in found or _place(held[name]) != _place(found[name]):
+            raise pg.errors.AddressMovedError.moved(name)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _tensors(part: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for kind in (module.named_parameters, module.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            for index, inner in enumerate(_inner(tensor)):
+                yield f"{part}.{name}" + (f" (part {index})" if index else ""), inner
 
 
 def _contents(tables: Iterable[dict[str, Any]]) -> list[Any]:
@@ -101,11 +126,11 @@ def _contents(tables: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 def _addresses(plain: Iterable[Tensor], wrapping: Iterable[Tensor]) -> list[int]:
-    inner = chain.from_iterable(map(_parts, wrapping))
+    inner = chain.from_iterable(map(_inner, wrapping))
     return [tensor.data_ptr() for tensor in chain(plain, inner)]
 
 
-def _parts(tensor: Any) -> Iterator[Tensor]:
+def _inner(tensor: Any) -> Iterator[Tensor]:
     """Where it lies: one that wraps others, as sharded and quantised ones do, has no address of its own."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
@@ -113,4 +138,4 @@ def _parts(tensor: Any) -> Iterator[Tensor]:
         return
     for inner in (getattr(tensor, name) for name in flatten()[0]):
         if isinstance(inner, Tensor):  # the mesh of a sharded one is none
-            yield from _parts(inner)
+            yield from _inner(inner)
