@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,24 @@ from eagle_cases import GRAPH_MODES, QUICK, greedy, random_head, resources, smal
 from torch import nn
 
 import piecewise_graph as pg
-from piecewise_graph.eagle import Speculator
+from piecewise_graph.eagle import Speculator, SpeculatorError
 from piecewise_graph.errors import AddressMovedError
 
 PROMPTS = [[3, 5, 7, 9], [2, 4]]
 CAPTURED = ("piecewise", "full")
 Change = Callable[[Any], None]
+
+
+class Adapter(nn.Module):
+    """What is put around a linear, and has no weight itself."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.more = base, nn.Linear(base.in_features, base.out_features, bias=False)
+        self.more.weight = other(base.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) - 2 * self.more(x)
 
 
 def other(weight: torch.Tensor) -> nn.Parameter:
@@ -33,7 +46,43 @@ def moved_weight(model: Any) -> None:
     weight.data = other(weight).data
 
 
+def replaced_head(model: Any) -> None:
+    made = copy.deepcopy(model.lm_head)
+    made.weight = other(made.weight)
+    model.set_output_embeddings(made)
+
+
+def replaced_embedding(model: Any) -> None:
+    made = copy.deepcopy(model.model.embed_tokens)
+    made.weight = other(made.weight)
+    model.set_input_embeddings(made)
+
+
+def replaced_norm(model: Any) -> None:
+    made = copy.deepcopy(model.model.norm)
+    made.weight = nn.Parameter(torch.linspace(-1, 1, len(made.weight)), requires_grad=False)
+    model.model.norm = made
+
+
+def replaced_layer(model: Any) -> None:
+    made = copy.deepcopy(model.model.layers[1])
+    made.mlp.down_proj.weight = other(made.mlp.down_proj.weight)
+    model.model.layers[1] = made
+
+
+def replaced_decoder(model: Any) -> None:
+    model.model = copy.deepcopy(model.model)
+    replaced_weight(model)
+
+
+def adapted_head(model: Any) -> None:
+    model.lm_head = Adapter(model.lm_head)
+
+
 WEIGHTS = (replaced_weight, moved_weight)
+MODULES = (
+    replaced_head, replaced_embedding, replaced_norm, replaced_layer, replaced_decoder, adapted_head,
+)  # fmt: skip
 
 
 def made(kind: str, graphs: Any, **more: Any) -> tuple[Any, Speculator]:
@@ -57,7 +106,17 @@ def plain(*changes: Change) -> list[list[int]]:
     return [each.tokens for each in greedy(model, PROMPTS, 6)]
 
 
-CASES = [("", change, graphs) for change in WEIGHTS for graphs in GRAPH_MODES]
+CASES = [
+    *(("", change, graphs) for change in (*WEIGHTS, adapted_head) for graphs in GRAPH_MODES),
+    *(
+        ("eagle3", change, graphs)
+        for change in (replaced_head, replaced_layer)
+        for graphs in ("eager", "full")
+    ),
+    *(("eagle3", replaced_embedding, graphs) for graphs in ("compiled", "piecewise")),
+    *(("eagle3", replaced_norm, graphs) for graphs in ("eager", "piecewise")),
+    *(("eagle3", replaced_decoder, graphs) for graphs in ("compiled", "full")),
+]
 
 
 @pytest.mark.parametrize(("kind", "change", "graphs"), CASES)
@@ -72,6 +131,15 @@ def test_a_change_is_followed_or_refused(kind: str, change: Change, graphs: str)
                 generate(speculator)
         pg.reset()
     assert generate(speculator) == plain(change) != plain()
+
+
+@pytest.mark.parametrize("graphs", GRAPH_MODES)
+def test_modules_that_are_replaced_before_the_first_generation_are_followed(graphs: str) -> None:
+    target, speculator = made("eagle3", graphs)
+    for change in MODULES:
+        change(target)
+    speculator.prepare()
+    assert generate(speculator) == plain(*MODULES)
 
 
 def written_in_place(model: Any) -> None:
@@ -124,6 +192,41 @@ def test_a_bias_that_was_removed_or_transposed_weights_are_refused(graphs: str) 
     square.weight = nn.Parameter(square.weight.data.T, requires_grad=False)
     with pytest.raises(AddressMovedError, match=r"q_proj\.weight"):
         generate(speculator)
+
+
+@pytest.mark.parametrize("graphs", GRAPH_MODES)
+def test_another_module_is_seen_between_steps(graphs: str) -> None:
+    target, speculator = made("", graphs)
+    engine, requests = speculator.session(PROMPTS, max_new_tokens=6)
+    engine.step()  # prompts
+    engine.step()
+    tokens = [list(request.tokens) for request in requests]
+    replaced_head(target)
+    if graphs in CAPTURED:
+        for _ in range(2):
+            with pytest.raises(AddressMovedError, match="lm_head"):
+                engine.step()
+        assert [request.tokens for request in requests] == tokens
+        pg.reset()
+    while engine.unfinished:
+        engine.step()
+    speculated, continued = requests[0].tokens, [*PROMPTS[0], *tokens[0]]
+    rest = speculator.generate([continued], max_new_tokens=6 - len(tokens[0]))[0]
+    assert speculated == tokens[0] + rest
+
+
+@pytest.mark.parametrize("graphs", GRAPH_MODES)
+def test_a_resized_vocabulary_needs_a_new_speculator(graphs: str) -> None:
+    target, speculator = made("eagle3", graphs)
+    generate(speculator)
+    target.resize_token_embeddings(80)
+    if graphs in CAPTURED:
+        with pytest.raises(AddressMovedError):
+            generate(speculator)
+        pg.reset()
+    for _ in range(2):
+        with pytest.raises(SpeculatorError, match="80 tokens now; the speculator was made for 64"):
+            generate(speculator)
 
 
 @pytest.mark.parametrize("graphs", CAPTURED)

@@ -139,6 +139,10 @@ class SpeculatorError(PiecewiseError, ValueError):
         "{model} has no decoder of its own (`get_decoder`), so logits cannot be computed for some rows only.",
         "use a causal LM of transformers that holds its decoder as a submodule.",
     )
+    resized = _Message(
+        "the target has {found} tokens now; the speculator was made for {vocabulary}.",
+        "make a new Speculator after the vocabulary was resized.",
+    )
     wrong_attention = _Message(
         "the target's attention is {found!r}, which does not read the paged KV cache.",
         'call pg.register_attention(), and load the model with attn_implementation="piecewise".',

@@ -17,12 +17,15 @@ from transformers.utils import ModelOutput
 
 from ..errors import SpeculatorError
 
+_Copied = list[tuple[nn.Module, dict[str, nn.Module | None]]]  # what was copied, with its children then
+
 
 class TargetModel(nn.Module):
     """The decoder of a causal LM, which also returns the features that a draft reads.
 
     A tap in front of a layer keeps the hidden state that passes. Taps are modules and no hooks, so a compiled
     forward returns features as plain outputs. The caller's model is not changed; it shares all parameters.
+    The modules that hold a tap or the head are copies with children of their own: see `follow`.
 
     Args:
         model: on our attention (`attn_implementation="piecewise"`).
@@ -38,13 +41,45 @@ class TargetModel(nn.Module):
 
     def __init__(self, model: Any, feature_layers: Sequence[int] | None = None) -> None:
         super().__init__()
-        self.decoder, self.taps = _tapped(model, feature_layers or ())
-        self.head = TargetHead(model)
+        self._source = (model,)  # in a tuple, because it is no submodule
+        self._feature_layers = tuple(feature_layers or ())
+        self._copied: _Copied = []
+        self.decoder, self.taps = _tapped(model, self._feature_layers, self._copied)
+        self.head = TargetHead(model, self._copied)
         self.config = model.config.get_text_config()
         head = model.get_output_embeddings()
         self.vocab_size = head.weight.shape[0]
         hidden = self.config.hidden_size
         self.feature_size = hidden * len(self.taps) if self.taps else getattr(head, "in_features", hidden)
+
+    def follow(self) -> bool:
+        """Copy anew where the caller's model has other modules now, such as another lm_head.
+
+        Quick where it has not: it is done per step.
+
+        Returns:
+            whether it had.
+
+        Raises:
+            SpeculatorError: the model has no such layer any more, or no decoder of its own.
+        """
+        if all(module._modules == children for module, children in self._copied):
+            return False
+        model, copied = self._source[0], _Copied()
+        decoder, taps = _tapped(model, self._feature_layers, copied)
+        self.head.take(model, copied)
+        self.decoder, self.taps, self._copied = decoder, taps, copied
+        return True
+
+    def check_vocabulary(self) -> None:
+        """Refuse a model whose vocabulary was resized: buffers have the old one.
+
+        Raises:
+            SpeculatorError: it has another size now.
+        """
+        weight = getattr(self._source[0].get_output_embeddings(), "weight", None)  # an adapter has none
+        if weight is not None and weight.shape[0] != self.vocab_size:
+            raise SpeculatorError.resized(weight.shape[0], self.vocab_size)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """One forward over the rows of a batch.
@@ -72,11 +107,15 @@ class TargetHead(nn.Module):
     in place of a decoder.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, copied: _Copied) -> None:
         super().__init__()
+        self.take(model, copied)
+
+    def take(self, model: Any, copied: _Copied) -> None:
+        """Take the model as it is now."""
         decoder = _decoder_of(model)
         self.given = _Given(decoder)
-        self.model = _replaced(model, {_path_to(model, decoder): self.given})
+        self.model = _replaced(model, {_path_to(model, decoder): self.given}, copied)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states `[n, H]` to logits `[n, vocabulary]`."""
@@ -134,7 +173,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "forward"}
 
 
-def _tapped(model: Any, layers: Sequence[int]) -> tuple[Any, list[_Tap]]:
+def _tapped(model: Any, layers: Sequence[int], copied: _Copied) -> tuple[Any, list[_Tap]]:
     """(the decoder with taps, the taps in order); every module that does not hold a tap is shared."""
     decoder = _decoder_of(model)
     if not layers:
@@ -145,7 +184,7 @@ def _tapped(model: Any, layers: Sequence[int]) -> tuple[Any, list[_Tap]]:
             raise SpeculatorError.no_layer(index, len(stack) - 1)
     taps = {index: _Tap(stack[index]) for index in dict.fromkeys(layers)}
     path = _path_to(decoder, stack)
-    found = _replaced(decoder, {f"{path}.{index}": tap for index, tap in taps.items()})
+    found = _replaced(decoder, {f"{path}.{index}": tap for index, tap in taps.items()}, copied)
     return found, [taps[index] for index in layers]
 
 
@@ -172,8 +211,9 @@ def _path_to(model: nn.Module, wanted: nn.Module) -> str:
     return next(path for path, module in model.named_modules() if module is wanted)
 
 
-def _replaced(model: nn.Module, others: dict[str, Any]) -> Any:
-    """`model` with other modules at some paths; those above are shallow copies."""
+def _replaced(model: nn.Module, others: dict[str, Any], copied: _Copied) -> Any:
+    """`model` with other modules at some paths; those above are shallow copies, and added to `copied`."""
+    copied.append((model, dict(model._modules)))
     made = copy.copy(model)
     made._modules = dict(model._modules)
     vars(made).pop("forward", None)  # one of its own would run the original with the original's parts
@@ -187,5 +227,5 @@ def _replaced(model: nn.Module, others: dict[str, Any]) -> Any:
     for name, inner in below.items():
         child = model._modules[name]
         assert child is not None
-        made._modules[name] = _replaced(child, inner)
+        made._modules[name] = _replaced(child, inner, copied)
     return made

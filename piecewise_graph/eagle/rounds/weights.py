@@ -69,6 +69,7 @@ class Weights:
         self._target, self._draft = target, draft
         self._held: dict[str, dict[str, Tensor]] = {}
         self._seen: dict[str, _Seen] = {}
+        self._is_suspect = False  # modules were replaced, and no check has passed since
 
     def hold(self, *parts: str) -> None:
         """Keep the memory of weights, so that their addresses stay theirs while graphs read them.
@@ -86,13 +87,27 @@ class Weights:
 
         Raises:
             AddressMovedError: a weight lies elsewhere now, and graphs would read the old one.
+            SpeculatorError: the target was changed in a way that needs a new speculator.
         """
-        if not all(seen.is_unchanged for seen in self._seen.values()):
+        self._is_suspect |= self._target.follow()
+        if self._is_suspect or not all(seen.is_unchanged for seen in self._seen.values()):
             modules = self._parts()
             for part, held in self._held.items():
                 _compare(held, dict(_tensors(part, modules[part])))
             # What was replaced lies where it lay.
             self._seen = {part: _Seen.of(modules[part]) for part in self._held}
+        self._target.check_vocabulary()
+        self._is_suspect = False
+
+    def check_copied(self) -> None:
+        """`check`, if modules were replaced that the target has copied the parents of. It is done per step.
+
+        Raises:
+            AddressMovedError, SpeculatorError: see `check`.
+        """
+        self._is_suspect |= self._target.follow()
+        if self._is_suspect:
+            self.check()
 
     def drop_graphs(self) -> None:
         """Called by the pool: nothing is captured any more."""

@@ -168,11 +168,14 @@ class Engine:
 
         Raises:
             SpeculatorError: an exception ended the step before, and another engine has requests now.
+            AddressMovedError: a module whose weights graphs read was replaced. Other weights are compared
+                when a request is added.
             Exception: whatever `on_tokens` raises. Nothing is lost: the next step goes on from there, reports
                 to the other callbacks first, and returns the requests that were finished. If nothing is
                 unfinished, call it once more for those. `abort` ends a request whose callback always raises.
         """
         with self._context(), named("round"):
+            self._resources.weights.check_copied()
             self._recover()
             self._interrupted = True
             overlapped = self._launch() and self._policy.overlap
