@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_cases import GRAPH_MODES, QUICK, greedy, random_head, resources, small_target
+from eagle_cases import QUICK, greedy, random_head, resources, small_target
 from torch import nn
 
 import piecewise_graph as pg
@@ -107,7 +107,7 @@ def plain(*changes: Change) -> list[list[int]]:
 
 
 CASES = [
-    *(("", change, graphs) for change in (*WEIGHTS, adapted_head) for graphs in GRAPH_MODES),
+    *(("", change, graphs) for change in (*WEIGHTS, adapted_head) for graphs in ("eager", *CAPTURED)),
     *(
         ("eagle3", change, graphs)
         for change in (replaced_head, replaced_layer)
@@ -133,7 +133,7 @@ def test_a_change_is_followed_or_refused(kind: str, change: Change, graphs: str)
     assert generate(speculator) == plain(change) != plain()
 
 
-@pytest.mark.parametrize("graphs", GRAPH_MODES)
+@pytest.mark.parametrize("graphs", ["compiled", "full"])
 def test_modules_that_are_replaced_before_the_first_generation_are_followed(graphs: str) -> None:
     target, speculator = made("eagle3", graphs)
     for change in MODULES:
@@ -149,8 +149,8 @@ def written_in_place(model: Any) -> None:
     model.model.embed_tokens.load_state_dict(state)
 
 
-@pytest.mark.parametrize("graphs", GRAPH_MODES)
-def test_weights_that_are_written_in_place_are_read_in_every_mode(graphs: str) -> None:
+@pytest.mark.parametrize("graphs", CAPTURED)
+def test_weights_that_are_written_in_place_are_read(graphs: str) -> None:
     target, speculator = made("eagle3", graphs)
     generate(speculator)
     written_in_place(target)
@@ -194,7 +194,7 @@ def test_a_bias_that_was_removed_or_transposed_weights_are_refused(graphs: str) 
         generate(speculator)
 
 
-@pytest.mark.parametrize("graphs", GRAPH_MODES)
+@pytest.mark.parametrize("graphs", ["compiled", *CAPTURED])
 def test_another_module_is_seen_between_steps(graphs: str) -> None:
     target, speculator = made("", graphs)
     engine, requests = speculator.session(PROMPTS, max_new_tokens=6)
@@ -215,7 +215,7 @@ def test_another_module_is_seen_between_steps(graphs: str) -> None:
     assert speculated == tokens[0] + rest
 
 
-@pytest.mark.parametrize("graphs", GRAPH_MODES)
+@pytest.mark.parametrize("graphs", ["eager", "full"])
 def test_a_resized_vocabulary_needs_a_new_speculator(graphs: str) -> None:
     target, speculator = made("eagle3", graphs)
     generate(speculator)
