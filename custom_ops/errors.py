@@ -57,6 +57,39 @@ class AttentionError(PiecewiseError, ValueError):
             "load it with attn_implementation='eager'; the backend splits and captures what it can of that.",
         )
 
+    @classmethod
+    def other_layers(cls, config: str, kind: str) -> AttentionError:
+        return cls(
+            f"the model of {config} has layers of kind {kind!r}. piecewise::attention keeps keys and values, "
+            "by request; whatever else such layers keep or mix, the requests of a batch would share.",
+            "load it with attn_implementation='sdpa', and call its own generate.",
+        )
+
+    @classmethod
+    def mixes_tokens(cls, model: str) -> AttentionError:
+        return cls(
+            f"in {model} tokens meet outside of piecewise::attention (in a convolution, a recurrence, or an "
+            "attention of its own), so that requests of one batch would change each other.",
+            "load it with attn_implementation='sdpa', and call its own generate.",
+        )
+
+    @classmethod
+    def attends_again(cls, who: str) -> AttentionError:
+        return cls(
+            f"{who} calls its attention more than once in one forward. The KV cache holds one K and V per "
+            "layer; the second call would overwrite those of the first.",
+            "load it with attn_implementation='sdpa', and call its own generate.",
+        )
+
+    @classmethod
+    def rope_of_the_longest(cls, tokens: int, limit: int) -> AttentionError:
+        return cls(
+            f"a request has {tokens} tokens. Beyond {limit} the model's RoPE (longrope, dynamic) is another "
+            "one in the whole call: it changes all other requests, and does not fit the keys in the cache.",
+            f"keep requests to {limit} tokens: by max_seq_len={limit} of the RequestTable, or by a lower "
+            "max_new_tokens.",
+        )
+
     # --- continuous batching of transformers ---
 
     @classmethod
@@ -266,6 +299,13 @@ class CacheError(PiecewiseError):
         return cls(
             f"{wanted} more pages of {page_size} tokens are wanted, {free} of {total} are free.",
             "close finished requests first, admit fewer at a time, or make the cache larger (num_pages).",
+        )
+
+    @classmethod
+    def no_sizes(cls, config: str, reason: object) -> CacheError:
+        return cls(
+            f"no cache of layers of one size fits the model of {config}: {reason}",
+            "load it with attn_implementation='sdpa', and call its own generate.",
         )
 
     @classmethod

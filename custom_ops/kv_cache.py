@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import CacheError
+from .rope_limit import rope_limit
 
 NULL_SLOT = 0
 
@@ -30,6 +31,8 @@ class PagedKVCache:
         k, v: per layer `[num_pages, page_size, kv_heads, head_dim]`. Slot s of a layer is row
             `s % page_size` of page `s // page_size`.
         memo: of implementations of attention, for what depends on this cache alone.
+        rope_limit: most tokens of a request without a change of the model's RoPE for all others; None where
+            there is no such limit, or the model is not known.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class PagedKVCache:
         self.num_pages, self.page_size, self.kv_heads, self.head_dim = k[0].shape
         self.dtype, self.device = k[0].dtype, k[0].device
         self.memo: dict[Hashable, Any] = {}
+        self.rope_limit: int | None = None
 
     @classmethod
     def for_model(
@@ -73,13 +77,19 @@ class PagedKVCache:
         Args:
             model: the model, or its `config`. The config of a tensor-parallel model does not tell which heads
                 this rank has.
+
+        Raises:
+            CacheError: the model has no attention, or layers of several sizes.
         """
         config = getattr(model, "config", model)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        return cls(
+        try:
+            heads = config.num_attention_heads
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        except (AttributeError, RuntimeError) as error:  # layers without attention, or of several sizes
+            raise CacheError.no_sizes(type(config).__name__, error) from error
+        cache = cls(
             num_layers=config.num_hidden_layers,
             num_pages=num_pages,
             page_size=page_size,
@@ -88,6 +98,8 @@ class PagedKVCache:
             dtype=dtype,
             device=device,
         )
+        cache.rope_limit = rope_limit(config)
+        return cache
 
     def scratch(self, name: Hashable, size: int, dtype: torch.dtype) -> Tensor:
         """At least `size` elements, zeros at first, for all attention over this cache.

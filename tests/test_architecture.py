@@ -52,7 +52,7 @@ INNER_LEVELS = {
         {"__init__"},
     ),
     "custom_ops": (
-        {"errors"},
+        {"errors", "rope_limit"},
         {"kv_cache", "token_choice_kernels"},
         {"token_choice"},
         {"metadata"},

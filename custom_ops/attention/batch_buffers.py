@@ -116,6 +116,7 @@ class BatchBuffers:
             )
         if max(seq_lens, default=0) > batch.max_seq_len:
             raise AttentionError.above_bound("seq_lens", max(seq_lens), "max_seq_len", batch.max_seq_len)
+        _check_rope(batch.kv_cache, requests)
         if batch.query_len is None:
             return
         # The i-th request of a uniform batch begins at row i * query_len, whatever stands before it.
@@ -176,6 +177,12 @@ def _check_table(cache: PagedKVCache, table: RequestTable) -> None:
         raise AttentionError.table_too_large(table.total_pages + 1, cache.num_pages)
 
 
+def _check_rope(cache: PagedKVCache, requests: _Requests) -> None:
+    limit = cache.rope_limit
+    if limit is not None and (tokens := max(requests.seq_lens, default=0)) > limit:
+        raise AttentionError.rope_of_the_longest(tokens, limit)
+
+
 def make_batch(
     cache: PagedKVCache,
     table: RequestTable,
@@ -195,6 +202,7 @@ def make_batch(
     requests = _Requests(table, slots, query_lens, seq_lens)
     if not any(requests.query_lens):
         raise AttentionError.no_rows(len(requests.slots))
+    _check_rope(cache, requests)
     table.flush()
     owners, lengths, rows_of_each = device_columns([*requests.columns.values()], cache.device)
     request = Batch(owners, lengths, table.block_table, cache.page_size)

@@ -37,7 +37,9 @@ from piecewise_graph.frontend.compile import compile
 
 from ..errors import AttentionError
 from ..kv_cache import PagedKVCache
+from ..rope_limit import rope_limit
 from .batch import AttentionBatch
+from .served_models import check_layers, check_model, check_positions
 from .transformers_registry import is_ours
 
 # What continuous batching passes to a model beside tokens and positions.
@@ -53,32 +55,36 @@ _PAGED = frozenset(
 def continuous_batching(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
     """A model whose `generate_batch` and `init_continuous_batching` run on graphs.
 
-    It shares its weights with `model`, which stays as it is.
+    It shares its weights with `model`, which stays as it is. Whether it can be served, one eager forward over
+    three tokens shows.
 
     Args:
         model: a causal LM of transformers, loaded with the name that `register_attention` registered.
         options: of `pg.compile`. `max_tokens` should be at least `max_batch_tokens` of continuous batching.
 
     Raises:
-        AttentionError: the model has another attention, layers with a sliding window, or no body apart from
-            its head that its forward calls.
+        AttentionError: the model has another attention, layers with a sliding window or that do not attend
+            through ours, each once, or no body apart from its head that its forward calls.
     """
     name = model.config._attn_implementation
     if not is_ours(name):
         raise AttentionError.not_ours(name)
     if model.base_model is model:
         raise AttentionError.no_body(type(model).__name__)
+    check_layers(model.config.get_text_config())
     if any(kind != "full_attention" for kind in _kinds(model.config.get_text_config())):
         raise AttentionError.windowed_cache()
     served, body = copy.copy(model), copy.copy(model.base_model)
     vars(served)["_modules"] = model._modules | {model.base_model_prefix: body}
     if not _calls(served, body):
         raise AttentionError.body_not_called(type(model).__name__, f"model.{model.base_model_prefix}")
+    check_model(model)
     torch.compile(torch.neg, backend="eager")(torch.ones(2))  # see Note [Threads]
     compiled = compile(model.base_model, **options)
-    vars(body)["forward"] = partial(_forward, compiled)
+    vars(body)["forward"] = partial(_forward, compiled, rope_limit(model.config.get_text_config()))
     vars(served).update(
         init_continuous_batching=partial(_manager, served),
+        generate_batch=partial(_generate_batch, served),
         compiled_body=compiled,  # for pg.explain and pg.capture
     )
     return served
@@ -119,6 +125,18 @@ class _Manager(ContinuousBatchingManager):
         if config.use_async_batching:
             raise AttentionError.two_batches()
 
+    def add_request(self, input_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        """Refuse here, and not in a step of all requests, one that would change the RoPE of the others."""
+        new = args[1] if len(args) > 1 else kwargs.get("max_new_tokens")
+        new = self.generation_config.max_new_tokens if new is None else new
+        longest = len(input_ids) + (new or 1) - 1  # nothing attends to the last token
+        try:
+            check_positions(rope_limit(self.model.config.get_text_config()), longest)
+        except AttentionError as error:
+            vars(self.model)["refused"] = error
+            raise
+        return super().add_request(input_ids, *args, **kwargs)
+
     def switch_to_cb_friendly_attn(self, model: Any, *_: Any) -> None:
         """Our attention is one that it may keep."""
 
@@ -140,12 +158,23 @@ def _manager(
     return _Manager(model, settings, config, workload_hints=workload_hints)
 
 
-def _forward(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _generate_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`generate_batch`, which would log the refusal of a request, and return nothing."""
+    vars(model)["refused"] = None
+    results = type(model).generate_batch(model, *args, **kwargs)
+    if model.refused is not None:
+        raise model.refused
+    return results
+
+
+def _forward(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs: Any) -> Any:
     """The body's forward: its keywords about pages become the batch of the forward context."""
     if kwargs.get("cache") is None:
         raise AttentionError.no_pages()
     rest = {name: value for name, value in kwargs.items() if name not in _PAGED and value is not None}
-    with forward_context(attention=batch_of(kwargs)):
+    batch = batch_of(kwargs)
+    check_positions(limit, batch.max_seq_len)
+    with forward_context(attention=batch):
         return compiled(*args, **rest)
 
 

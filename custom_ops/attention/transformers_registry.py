@@ -11,6 +11,7 @@ from transformers.masking_utils import and_masks, causal_mask_function
 from ..errors import AttentionError
 from .attention_op import attention
 from .implementations import check_name
+from .served_models import check_forward
 
 # What some models pass to their attention beside q, k and v, and what it means.
 _UNSUPPORTED = {
@@ -115,6 +116,7 @@ def no_mask(
     """
     if getattr(config, "model_type", None) in _SELF_ATTENDING:
         raise AttentionError.own_attention(type(config).__name__)
+    check_forward(config)
     if attention_mask is not None:
         raise AttentionError.unsupported_model("a padding mask (attention_mask); lengths are the batch's")
     # Only transformers' bidirectional masks may be skipped as such.

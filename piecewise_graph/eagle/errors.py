@@ -193,6 +193,11 @@ class SpeculatorError(PiecewiseError, ValueError):
         "a speculator cannot be made with max_seq_len={asked} and a target of {positions} positions.",
         "lower it; a model with more positions says so in config.max_position_embeddings.",
     )
+    rope_of_the_longest = _Message(
+        "a speculator cannot be made with max_seq_len={asked} and this target: beyond {limit} tokens of one "
+        "request its RoPE (longrope, dynamic) is another one for all requests of a batch.",
+        "pass max_seq_len={limit} or less.",
+    )
     bad_rules = _Message(
         "a speculator cannot be prepared for rules={rules!r}.", "pass a list of some of {known}."
     )

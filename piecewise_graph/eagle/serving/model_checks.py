@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from piecewise_graph.custom_ops.attention.served_models import check_model
 from piecewise_graph.custom_ops.attention.transformers_registry import is_ours
+from piecewise_graph.custom_ops.rope_limit import rope_limit
 
 from ..errors import SpeculatorError
 from ..options import FULL, GRAPH_MODES, DraftShape, Limits
@@ -51,9 +53,10 @@ def make_limits(
         raise SpeculatorError.bad_batch_sizes(max_requests, batch_sizes)
     powers = [2**i for i in range(max_requests.bit_length())]
     sizes = {size for size in batch_sizes or powers if size < max_requests}
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config()
+    positions, limit = getattr(config, "max_position_embeddings", None), rope_limit(config)
     if max_seq_len is None:
-        max_seq_len = min(MAX_SEQ_LEN, positions or MAX_SEQ_LEN)
+        max_seq_len = min(MAX_SEQ_LEN, positions or MAX_SEQ_LEN, limit or MAX_SEQ_LEN)
     for name, value, minimum in (
         ("max_seq_len", max_seq_len, 2), ("page_size", page_size, 1), ("num_pages", num_pages, 2),
         ("prefill_rows", prefill_rows, 1),
@@ -62,6 +65,8 @@ def make_limits(
             raise SpeculatorError.too_small(name, value, minimum)
     if positions is not None and max_seq_len > positions:
         raise SpeculatorError.too_few_positions(max_seq_len, positions)
+    if limit is not None and max_seq_len > limit:
+        raise SpeculatorError.rope_of_the_longest(max_seq_len, limit)
     if num_pages is None:
         longest = max_seq_len + max(shape.lookahead for shape in shapes)
         num_pages = 1 + max_requests * -(-longest // page_size)
@@ -72,8 +77,11 @@ def make_limits(
 def check_models(model: Any, draft: Any, shapes: Sequence[DraftShape], page_size: int) -> None:
     """Refuse a target without our attention, a draft of another target, and shapes that need another one.
 
+    One eager forward of the target over three tokens shows whether its attention can be served.
+
     Raises:
         SpeculatorError: see the catalogue.
+        AttentionError: the target's tokens meet outside of our attention.
     """
     attention = model.config.get_text_config()._attn_implementation
     if not is_ours(attention):
@@ -85,6 +93,7 @@ def check_models(model: Any, draft: Any, shapes: Sequence[DraftShape], page_size
             raise SpeculatorError.no_draft(shape)
         if shape.is_tree and page_size != 1:
             raise SpeculatorError.tree_on_pages(shape, page_size)
+    check_model(model)
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -1,0 +1,133 @@
+"""Which models of transformers our attention serves: those in which tokens meet in its calls alone.
+
+Note [What a trial shows]
+One eager forward over three tokens, in which the op computes nothing and lists its layers. The embedding of
+the token in the middle is NaN, and NaN passes through whatever is computed of it. So another token whose
+logits are NaN has met this one outside of the op: in a convolution, a recurrence, or an attention of the
+model's own. That is not tried where weights are quantised: a scale that all rows share would be NaN for all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from piecewise_graph.context import forward_context, get_forward_context
+
+from ..errors import AttentionError
+from ..rope_limit import rope_limit
+from .batch import AttentionBatch
+
+# What configurations call the kinds of their layers, and the kinds that attend and do nothing else. A window
+# is a part of the call; chunks are refused where the mask is made.
+_KINDS = ("layer_types", "layers_block_type", "block_types")
+_SERVED = ("attention", "chunked_attention", "full_attention", "sliding_attention")
+# model_type of those in transformers that call attention more than once per layer.
+_REPEATING = frozenset({"diffllama", "hrm_text"})
+_PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def check_layers(config: Any) -> None:
+    """Refuse layers that do something else than attend. Dynamo traces this.
+
+    Raises:
+        AttentionError: there are such layers; it names their kind.
+    """
+    for name in _KINDS:
+        kinds = getattr(config, name, None)
+        for kind in kinds if isinstance(kinds, (list, tuple)) else ():
+            if kind not in _SERVED:
+                raise AttentionError.other_layers(type(config).__name__, kind)
+
+
+def check_forward(config: Any) -> None:
+    """Refuse, where a forward begins, what shows there. Dynamo traces this.
+
+    Raises:
+        AttentionError: the model, or the batch of the forward context, cannot be served.
+    """
+    check_layers(config)
+    if getattr(config, "model_type", None) in _REPEATING:
+        raise AttentionError.attends_again(type(config).__name__)
+    batch = None if torch.compiler.is_compiling() else get_forward_context().get("attention")
+    if isinstance(batch, AttentionBatch):
+        check_positions(rope_limit(config), max(batch.host_seq_lens or (), default=0))
+
+
+def check_positions(limit: int | None, tokens: int) -> None:
+    """Refuse a request that changes the RoPE of others.
+
+    Args:
+        limit: of `rope_limit`.
+
+    Raises:
+        AttentionError: it does.
+    """
+    if limit is not None and tokens > limit:
+        raise AttentionError.rope_of_the_longest(tokens, limit)
+
+
+def check_model(model: Any) -> None:
+    """Refuse a causal LM in which tokens meet outside of our attention, or more often than once per layer.
+
+    It runs one eager forward over three tokens, see Note [What a trial shows]. A tensor-parallel model is not
+    run: a rank may have a part of a KV head, which has no eager forward.
+
+    Raises:
+        AttentionError: they do.
+    """
+    name = type(model).__name__
+    check_layers(model.config.get_text_config())
+    if getattr(model, "_is_stateful", False):
+        raise AttentionError.mixes_tokens(name)
+    if any(hasattr(weight, "to_local") for weight in model.parameters()):
+        if model.config.get_text_config().model_type in _REPEATING:
+            raise AttentionError.attends_again(name)
+        return
+    layers, rows = _trial(model)
+    if not layers:
+        raise AttentionError.own_attention(name)
+    repeated = [layer for layer in layers if layers.count(layer) > 1]
+    if repeated:
+        raise AttentionError.attends_again(f"layer {repeated[0]} of {name}")
+    if rows is not None and bool(rows[:, [0, 2]].isnan().any()):
+        raise AttentionError.mixes_tokens(name)
+
+
+@torch.no_grad()
+def _trial(model: Any) -> tuple[list[int], Tensor | None]:
+    """(the layer of each call of the op in one forward, the logits `[1, 3, vocabulary]`)."""
+    layers: list[int] = []
+    ids, positions = torch.zeros(2, 1, 3, dtype=torch.long, device=model.device)
+    positions += torch.arange(3, device=model.device)
+    hook = _embeddings(model).register_forward_hook(_spoil) if _is_plain(model) else None
+    try:
+        with forward_context(attention_trial=layers):
+            found = model(input_ids=ids, position_ids=positions, use_cache=False)
+    finally:
+        if hook is not None:
+            hook.remove()
+    return layers, getattr(found, "logits", None)
+
+
+def _spoil(_: nn.Module, __: Any, found: Any) -> Any:
+    """A forward hook of embeddings: the token in the middle becomes NaN."""
+    if type(found) is not Tensor or found.shape[:2] != (1, 3):
+        return found
+    spoiled = found.clone()
+    spoiled[:, 1] = float("nan")
+    return spoiled
+
+
+def _embeddings(model: Any) -> nn.Module:
+    try:
+        found: nn.Module = model.get_input_embeddings()
+    except NotImplementedError:  # of some models with a text model inside
+        found = nn.Identity()  # never called
+    return found
+
+
+def _is_plain(model: nn.Module) -> bool:
+    return all(type(weight) is nn.Parameter and weight.dtype in _PLAIN for weight in model.parameters())
