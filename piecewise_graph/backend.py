@@ -119,7 +119,9 @@ def _unsplit(
     config: PiecewiseConfig,
 ) -> Callable[..., Any]:
     """A trace that stays whole."""
-    whole = _torch.compile_whole(gm, example_inputs, config.compiler)
+    # AOTAutograd takes what dropout in eval mode returns for a copy, and what is written to it is lost.
+    compiler = "eager" if reason == "writes_an_input" else config.compiler
+    whole = _torch.compile_whole(gm, example_inputs, compiler)
     weights = [(i, x) for i, x in enumerate(example_inputs) if isinstance(x, torch.nn.Parameter)]
     return unsplit_per_model(
         lambda of, bound: UnsplitRuntime(whole, reason, of, bound), find_state, weights, example_inputs

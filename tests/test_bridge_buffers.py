@@ -203,12 +203,13 @@ DROPOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
 @pytest.mark.parametrize("dropout", DROPOUTS.values(), ids=DROPOUTS)
 def test_what_dropout_returns_may_be_written(
-    dropout: Callable[[Tensor], Tensor], device: torch.device
+    dropout: Callable[[Tensor], Tensor], compiler: str, device: torch.device
 ) -> None:
     model = Counted(dropout).to(device).eval()
-    fast, expected = compiled(model, compiler="eager"), copy.deepcopy(model)
+    fast, expected = compiled(model, compiler=compiler), copy.deepcopy(model)
     for count in (4, 4, 3, 8, 4):
         x = rows(count, device)
         mine, theirs = x.clone(), x.clone()

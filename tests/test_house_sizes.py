@@ -71,9 +71,9 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1318,
+    "beside": 1319,
     "ranks": 394,
-    "_torch": 898,
+    "_torch": 900,
     "kernels": 1236,
     "splitter": 1378,
     "analysis": 1672,
@@ -81,8 +81,8 @@ BUDGETS = {
     "recorder": 1184,
     "runtime": 1437,
     "inspection": 999,
-    "frontend": 1336,
-    "custom_ops": 3712,
+    "frontend": 1346,
+    "custom_ops": 3713,
     "eagle": 3358,
     "integrations": 721,
     "bench": 674,
