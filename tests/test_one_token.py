@@ -116,6 +116,23 @@ def test_what_only_one_token_asks_for_may_change(
             assert_same(fast(x, **kwargs), model(x, **kwargs))
 
 
+def test_a_call_of_one_token_without_a_graph_runs_twice_once(device: torch.device) -> None:
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.shape[0] == 1:
+                self.calls += 1
+                return x
+            return x * 2
+
+    model = Counts()
+    fast = compiled(model, token_dim={"x": 0})
+    for count in (3, 1, 1, 1, 1):
+        fast(rows(count, device))
+    assert model.calls == 5  # the first of them is looked at, which has no graph to stop in front of
+
+
 def _on(device: torch.device, value: Any) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 

@@ -112,7 +112,7 @@ class CompiledModel:
         self._traces: list[Callable[..., Any]] = []
         self._guarded: Callable[..., Any] | None = None
         self._untraced: Callable[..., Any] | None = None  # the latest trace, until its first call
-        self._one_token = OneTokenTraces(model)
+        self._one_token: OneTokenTraces | None = None
         self._answered = False
         self._untraced_call = untraced()
         if generates(model):
@@ -220,6 +220,7 @@ class CompiledModel:
         """Whether these traces of more tokens are one, and this call of one token would give the same."""
         if self.model_state.config.one_token == "trusted":
             return True
+        self._one_token = self._one_token or OneTokenTraces(self._model)
         return len(traces) == 1 and self._one_token.signature(args, kwargs) == traces[0]
 
     def _call(self, trace: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -54,11 +54,11 @@ class OneTokenTraces:
     def __init__(self, model: Callable[..., Any]) -> None:
         self._noting = _Noting()
         self._trace = torch.compile(model, backend=self._noting, dynamic=False, fullgraph=True)
-        self._failed = 0
+        self._failures = 0
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature | None:
         """Of the trace that fits this call; None where Dynamo makes no graph of it, or too many of others."""
-        if self._noting.traces + self._failed >= _MAX_TRACES:
+        if self._noting.traces + self._failures >= _MAX_TRACES:
             return None
         try:
             self._trace(*args, **kwargs)
@@ -66,8 +66,9 @@ class OneTokenTraces:
             (signatures,) = stopped.args
             return signatures[0]
         except RuntimeError:
-            pass
-        self._failed += 1
+            self._failures += 1
+        else:
+            self._failures = _MAX_TRACES  # without a graph it ran, and may not run twice again
         return None
 
 
