@@ -535,7 +535,7 @@ class FreezeError(PiecewiseError):
 
     @classmethod
     def integer_output(cls) -> FreezeError:
-        what = "the model returns numbers that depend on the token count, next to its tensors."
+        what = "the model returns a shape, or numbers that depend on the token count, next to its tensors."
         return cls(what, "return tensors and constants only.")
 
     @classmethod

@@ -162,7 +162,7 @@ def assigned_attributes() -> frozenset[str]:
     return frozenset(found)
 
 
-_OF_TRANSFORMERS = "G['__import_transformers"
+_OF_TRANSFORMERS = "G['__import_transformers_dot_"
 
 
 def changed_objects() -> tuple[str, ...]:
@@ -180,22 +180,24 @@ def changed_objects() -> tuple[str, ...]:
     of_call = {f"L['{name}']" for name in code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]}
     made_here = (AttributeMutationNew, ValueMutationNew)
     given = [item for item in effects.id_to_variable.values() if item.source is not None]
-    changed = [x for x in given if not isinstance(x.mutation_type, made_here) and _is_changed(x, effects)]
+    changed = [x for x in given if not isinstance(x.mutation_type, made_here) and _is_changed(x, output)]
     texts = {source_text(item.source) for item in changed}
     return tuple(sorted(text for text in texts - of_call if text and not text.startswith(_OF_TRANSFORMERS)))
 
 
-def _is_changed(item: Any, effects: Any) -> bool:
+def _is_changed(item: Any, output: Any) -> bool:
     """An attribute that gets the constant that it has, at the end of the trace, is not changed.
 
     Nor is a dict whose entries are what they were (transformers puts other tensors in the place of parameters
     while a module runs).
     """
-    assigned, missing = effects.store_attr_mutations.get(item), object()
+    effects, vars_of_caller, missing = output.side_effects, output.root_tx.f_globals, object()
+    assigned = effects.store_attr_mutations.get(item)
     if not assigned:
         return bool(effects.is_modified(item)) and not _is_as_it_was(item)
+    holder = getattr(item, "value", None)  # None: the variable stands for the globals
     for name, value in assigned.items():
-        now = getattr(getattr(item, "value", None), name, missing)
+        now = vars_of_caller.get(name, missing) if holder is None else getattr(holder, name, missing)
         if not value.is_python_constant() or repr(value.as_python_constant()) != repr(now):
             return True
     return False

@@ -82,8 +82,7 @@ class Frozen:
         self._names = leaf_names(compiled, structure, len(leaves))
         self._flat_forms: set[Hashable] = set()
         self._constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
-        states = ((i, state_of_object(leaf)) for i, leaf in self._constants)
-        self._states = tuple((i, state) for i, state in states if state)
+        self._states = self._states_of_objects()
         inputs = dict(trace.inputs)
         self._unread = tuple(
             (i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in inputs
@@ -145,6 +144,7 @@ class Frozen:
         """
         self._calls.clear()
         self._trace = FrozenTrace.of(self._observe_anew(), self._example)
+        self._states = self._states_of_objects()
         self._training = self._module.training if self._module is not None else False
 
     def _observe_anew(self) -> Observed:
@@ -159,6 +159,10 @@ class Frozen:
         self._trace.runtime.drop_graphs()
         self.model_state.sealed = False
         return observe(self._compiled, args, kwargs)
+
+    def _states_of_objects(self) -> tuple[tuple[int, Any], ...]:
+        states = ((index, state_of_object(leaf)) for index, leaf in self._constants)
+        return tuple((index, state) for index, state in states if state)
 
     def _check_call(self, leaves: Sequence[Any]) -> None:
         """Refuse what the trace does not cover, besides shapes (Note [What a frozen call still checks])."""
@@ -175,11 +179,13 @@ class Frozen:
         for index, expected in self._states:
             found = state_of_object(leaves[index])
             if found != expected:
-                raise FreezeError.constant(self._names[index], found, expected)
+                raise FreezeError.constant(f"the state of {self._names[index]}", found, expected)
         for index, expected in self._unread:
-            found, kind = leaves[index], (expected.dtype, expected.device, expected.shape)
-            if (found.dtype, found.device, found.shape) != kind or not same_layout(found, expected.stride()):
-                raise FreezeError.kind(self._names[index], describe(found), describe(expected))
+            found, name = leaves[index], self._names[index]
+            if (found.dtype, found.device, found.shape) != (expected.dtype, expected.device, expected.shape):
+                raise FreezeError.kind(name, describe(found), describe(expected))
+            if not same_layout(found, expected.stride()):
+                raise FreezeError.kind(name, f"of strides {found.stride()}", f"{expected.stride()}")
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The caller's leaves in the example's order; remembers a call without containers."""

@@ -54,8 +54,11 @@ def observe(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Obs
 
 Place = tuple[int, torch.Size, tuple[int, ...]]
 Output = tuple[int | None, Any]
-# What says all by its value.
-CONSTANTS = (type(None), int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout)
+# Types whose value is their whole state.
+CONSTANTS = (
+    type(None), int, float, complex, str, bytes, Enum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def place_of(leaf: Any) -> Place | None:
 
 
 def state_of_object(leaf: Any) -> Any:
-    """What a replay would not notice to change in an argument: a set's elements, an object's constants.
+    """What can change in an argument that stays the same object: a set's elements, an object's constants.
 
     What its attributes hold in turn is taken for granted.
     """
@@ -173,7 +176,7 @@ def _map_outputs(seen: Observed, arguments: Sequence[Any]) -> tuple[list[Output]
         places = [index for index, value in enumerate(seen.outputs) if value is leaf]
         if isinstance(leaf, Tensor) and not places:
             raise FreezeError.unknown_output(f"tensor of shape {tuple(leaf.shape)}")
-        is_known = isinstance(leaf, (Tensor, torch.Size, *CONSTANTS))
+        is_known = isinstance(leaf, (Tensor, torch.Size, torch.nn.Module, *CONSTANTS))
         if not is_known and all(leaf is not given for given in arguments):
             raise FreezeError.unknown_output(type(leaf).__name__)
         if isinstance(leaf, torch.Size) or (computes and not isinstance(leaf, (Tensor, type(None)))):
