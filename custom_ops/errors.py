@@ -84,10 +84,10 @@ class AttentionError(PiecewiseError, ValueError):
     @classmethod
     def rope_of_the_longest(cls, tokens: int, limit: int) -> AttentionError:
         return cls(
-            f"a request has {tokens} tokens. Beyond {limit} the model's RoPE (longrope, dynamic) is another "
-            "one in the whole call: it changes all other requests, and does not fit the keys in the cache.",
-            f"keep requests to {limit} tokens: by max_seq_len={limit} of the RequestTable, or by a lower "
-            "max_new_tokens.",
+            f"a request has, or may get, {tokens} tokens. Beyond {limit} the RoPE (longrope, dynamic) of the "
+            "model is another one in the whole call: it changes all other requests, and no cached keys fit.",
+            f"keep requests to {limit} tokens: by a lower max_new_tokens, or by max_seq_len={limit} of the "
+            "RequestTable.",
         )
 
     # --- continuous batching of transformers ---

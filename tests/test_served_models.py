@@ -80,6 +80,12 @@ def test_tokens_that_meet_in_a_part_of_a_layer_are_found() -> None:
     check_model(model)
 
 
+def test_weights_that_are_nan_themselves_are_no_sign_of_mixing() -> None:
+    model = named("llama")
+    model.get_input_embeddings().weight.fill_(float("nan"))
+    check_model(model)
+
+
 def test_the_trial_leaves_nothing_behind() -> None:
     model = named("llama")
     before = copy.deepcopy(model.state_dict())

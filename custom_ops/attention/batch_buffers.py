@@ -12,6 +12,7 @@ from ..errors import AttentionError, CacheError
 from ..kv_cache import NULL_SLOT, PagedKVCache, RequestTable, device_columns, overwrite_ints
 from ..metadata import Batch, ExtendRows, extend_batch
 from .batch import AttentionBatch
+from .served_models import check_positions
 
 
 class BatchBuffers:
@@ -178,9 +179,8 @@ def _check_table(cache: PagedKVCache, table: RequestTable) -> None:
 
 
 def _check_rope(cache: PagedKVCache, requests: _Requests) -> None:
-    limit = cache.rope_limit
-    if limit is not None and (tokens := max(requests.seq_lens, default=0)) > limit:
-        raise AttentionError.rope_of_the_longest(tokens, limit)
+    if cache.rope_limit is not None:
+        check_positions(cache.rope_limit, max(requests.seq_lens, default=0))
 
 
 def make_batch(

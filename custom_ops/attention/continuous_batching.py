@@ -23,7 +23,7 @@ size, whatever else of the cache (other layers, V) lies between two pages of one
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,16 +55,16 @@ _PAGED = frozenset(
 def continuous_batching(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
     """A model whose `generate_batch` and `init_continuous_batching` run on graphs.
 
-    It shares its weights with `model`, which stays as it is. Whether it can be served, one eager forward over
-    three tokens shows.
+    It shares its weights with `model`, which stays as it is. One eager forward over three tokens shows
+    whether it can be served.
 
     Args:
         model: a causal LM of transformers, loaded with the name that `register_attention` registered.
         options: of `pg.compile`. `max_tokens` should be at least `max_batch_tokens` of continuous batching.
 
     Raises:
-        AttentionError: the model has another attention, layers with a sliding window or that do not attend
-            through ours, each once, or no body apart from its head that its forward calls.
+        AttentionError: the model has another attention, layers with a sliding window, layers that do not call
+            our attention exactly once, or no body apart from its head that its forward calls.
     """
     name = model.config._attn_implementation
     if not is_ours(name):
@@ -128,13 +128,7 @@ class _Manager(ContinuousBatchingManager):
     def add_request(self, input_ids: list[int], *args: Any, **kwargs: Any) -> Any:
         """Refuse here, and not in a step of all requests, one that would change the RoPE of the others."""
         new = args[1] if len(args) > 1 else kwargs.get("max_new_tokens")
-        new = self.generation_config.max_new_tokens if new is None else new
-        longest = len(input_ids) + (new or 1) - 1  # nothing attends to the last token
-        try:
-            check_positions(rope_limit(self.model.config.get_text_config()), longest)
-        except AttentionError as error:
-            vars(self.model)["refused"] = error
-            raise
+        _check_length(self.model, input_ids, self.generation_config.max_new_tokens if new is None else new)
         return super().add_request(input_ids, *args, **kwargs)
 
     def switch_to_cb_friendly_attn(self, model: Any, *_: Any) -> None:
@@ -158,13 +152,19 @@ def _manager(
     return _Manager(model, settings, config, workload_hints=workload_hints)
 
 
-def _generate_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate_batch(
+    model: Any, inputs: list[list[int]], generation_config: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """`generate_batch`, which would log the refusal of a request, and return nothing."""
-    vars(model)["refused"] = None
-    results = type(model).generate_batch(model, *args, **kwargs)
-    if model.refused is not None:
-        raise model.refused
-    return results
+    settings = generation_config or model.generation_config
+    for input_ids in inputs:
+        _check_length(model, input_ids, settings.max_new_tokens)
+    return type(model).generate_batch(model, inputs, generation_config, *args, **kwargs)
+
+
+def _check_length(model: Any, input_ids: Sequence[int], new: int | None) -> None:
+    longest = len(input_ids) + (new or 1) - 1  # nothing attends to the last token
+    check_positions(rope_limit(model.config.get_text_config()), longest)
 
 
 def _forward(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs: Any) -> Any:

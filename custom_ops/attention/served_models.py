@@ -5,6 +5,7 @@ One eager forward over three tokens, in which the op computes nothing and lists 
 the token in the middle is NaN, and NaN passes through whatever is computed of it. So another token whose
 logits are NaN has met this one outside of the op: in a convolution, a recurrence, or an attention of the
 model's own. That is not tried where weights are quantised: a scale that all rows share would be NaN for all.
+What a configuration does not tell of such a model, or of a tensor-parallel one, is not found.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ _PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def check_layers(config: Any) -> None:
-    """Refuse layers that do something else than attend. Dynamo traces this.
+    """Refuse layers that do something else than attend, once. Dynamo traces this.
 
     Raises:
-        AttentionError: there are such layers; it names their kind.
+        AttentionError: there are such layers.
     """
     for name in _KINDS:
         kinds = getattr(config, name, None)
         for kind in kinds if isinstance(kinds, (list, tuple)) else ():
             if kind not in _SERVED:
                 raise AttentionError.other_layers(type(config).__name__, kind)
+    if getattr(config, "model_type", None) in _REPEATING:
+        raise AttentionError.attends_again(type(config).__name__)
 
 
 def check_forward(config: Any) -> None:
@@ -49,8 +52,6 @@ def check_forward(config: Any) -> None:
         AttentionError: the model, or the batch of the forward context, cannot be served.
     """
     check_layers(config)
-    if getattr(config, "model_type", None) in _REPEATING:
-        raise AttentionError.attends_again(type(config).__name__)
     batch = None if torch.compiler.is_compiling() else get_forward_context().get("attention")
     if isinstance(batch, AttentionBatch):
         check_positions(rope_limit(config), max(batch.host_seq_lens or (), default=0))
@@ -83,26 +84,29 @@ def check_model(model: Any) -> None:
     if getattr(model, "_is_stateful", False):
         raise AttentionError.mixes_tokens(name)
     if any(hasattr(weight, "to_local") for weight in model.parameters()):
-        if model.config.get_text_config().model_type in _REPEATING:
-            raise AttentionError.attends_again(name)
         return
-    layers, rows = _trial(model)
+    layers, rows = _trial(model, spoil=_is_plain(model))
     if not layers:
         raise AttentionError.own_attention(name)
     repeated = [layer for layer in layers if layers.count(layer) > 1]
     if repeated:
         raise AttentionError.attends_again(f"layer {repeated[0]} of {name}")
-    if rows is not None and bool(rows[:, [0, 2]].isnan().any()):
+    if _has_nan(rows) and not _has_nan(_trial(model, spoil=False)[1]):
         raise AttentionError.mixes_tokens(name)
 
 
+def _has_nan(rows: Tensor | None) -> bool:
+    """In a token that was not made NaN; weights that nothing was loaded into may be NaN themselves."""
+    return rows is not None and bool(rows[:, [0, 2]].isnan().any())
+
+
 @torch.no_grad()
-def _trial(model: Any) -> tuple[list[int], Tensor | None]:
+def _trial(model: Any, *, spoil: bool) -> tuple[list[int], Tensor | None]:
     """(the layer of each call of the op in one forward, the logits `[1, 3, vocabulary]`)."""
     layers: list[int] = []
     ids, positions = torch.zeros(2, 1, 3, dtype=torch.long, device=model.device)
     positions += torch.arange(3, device=model.device)
-    hook = _embeddings(model).register_forward_hook(_spoil) if _is_plain(model) else None
+    hook = _embeddings(model).register_forward_hook(_spoil) if spoil else None
     try:
         with forward_context(attention_trial=layers):
             found = model(input_ids=ids, position_ids=positions, use_cache=False)
@@ -130,4 +134,7 @@ def _embeddings(model: Any) -> nn.Module:
 
 
 def _is_plain(model: nn.Module) -> bool:
-    return all(type(weight) is nn.Parameter and weight.dtype in _PLAIN for weight in model.parameters())
+    return all(
+        type(weight) is nn.Parameter and weight.dtype in _PLAIN and not weight.is_meta
+        for weight in model.parameters()
+    )
