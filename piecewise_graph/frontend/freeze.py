@@ -162,7 +162,7 @@ class Frozen:
 
     def _states_of_objects(self) -> tuple[tuple[int, Any], ...]:
         states = ((index, state_of_object(leaf)) for index, leaf in self._constants)
-        return tuple((index, state) for index, state in states if state)
+        return tuple((index, state) for index, state in states if state is not None)
 
     def _check_call(self, leaves: Sequence[Any]) -> None:
         """Refuse what the trace does not cover, besides shapes (Note [What a frozen call still checks])."""
@@ -179,7 +179,7 @@ class Frozen:
         for index, expected in self._states:
             found = state_of_object(leaves[index])
             if found != expected:
-                raise FreezeError.constant(f"the state of {self._names[index]}", found, expected)
+                raise FreezeError.kind(self._names[index], f"an object with {found}", f"one with {expected}")
         for index, expected in self._unread:
             found, name = leaves[index], self._names[index]
             if (found.dtype, found.device, found.shape) != (expected.dtype, expected.device, expected.shape):

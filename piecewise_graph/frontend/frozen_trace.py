@@ -124,7 +124,7 @@ def state_of_object(leaf: Any) -> Any:
         return None
     names = [field.name for field in fields(leaf)] if is_dataclass(leaf) else getattr(leaf, "__dict__", ())
     values = {name: getattr(leaf, name, None) for name in names}
-    return {name: value for name, value in values.items() if isinstance(value, CONSTANTS)}
+    return {name: value for name, value in values.items() if isinstance(value, CONSTANTS)} or None
 
 
 def _static_leaves(seen: Observed, leaves: Sequence[Any]) -> tuple[tuple[int, Place | None], ...]:
