@@ -9,6 +9,8 @@ from torch import Tensor
 
 from piecewise_graph.errors import PiecewiseError
 
+_ITS_OWN_GENERATE = "load it with attn_implementation='sdpa', and call its own generate."
+
 
 class AttentionError(PiecewiseError, ValueError):
     """An attention call that cannot be served: a wrong argument, batch, model or implementation."""
@@ -62,7 +64,7 @@ class AttentionError(PiecewiseError, ValueError):
         return cls(
             f"the model of {config} has layers of kind {kind!r}. piecewise::attention keeps keys and values, "
             "by request; whatever else such layers keep or mix, the requests of a batch would share.",
-            "load it with attn_implementation='sdpa', and call its own generate.",
+            _ITS_OWN_GENERATE,
         )
 
     @classmethod
@@ -70,7 +72,7 @@ class AttentionError(PiecewiseError, ValueError):
         return cls(
             f"in {model} tokens meet outside of piecewise::attention (in a convolution, a recurrence, or an "
             "attention of its own), so that requests of one batch would change each other.",
-            "load it with attn_implementation='sdpa', and call its own generate.",
+            _ITS_OWN_GENERATE,
         )
 
     @classmethod
@@ -78,7 +80,7 @@ class AttentionError(PiecewiseError, ValueError):
         return cls(
             f"{who} calls its attention more than once in one forward. The KV cache holds one K and V per "
             "layer; the second call would overwrite those of the first.",
-            "load it with attn_implementation='sdpa', and call its own generate.",
+            _ITS_OWN_GENERATE,
         )
 
     @classmethod
@@ -305,7 +307,7 @@ class CacheError(PiecewiseError):
     def no_sizes(cls, config: str, reason: object) -> CacheError:
         return cls(
             f"no cache of layers of one size fits the model of {config}: {reason}",
-            "load it with attn_implementation='sdpa', and call its own generate.",
+            _ITS_OWN_GENERATE,
         )
 
     @classmethod

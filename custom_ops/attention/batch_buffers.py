@@ -115,9 +115,10 @@ class BatchBuffers:
             raise AttentionError.above_bound(
                 "query_lens", max(query_lens), "max_query_len", batch.max_query_len
             )
-        if max(seq_lens, default=0) > batch.max_seq_len:
-            raise AttentionError.above_bound("seq_lens", max(seq_lens), "max_seq_len", batch.max_seq_len)
-        _check_rope(batch.kv_cache, requests)
+        longest = max(seq_lens, default=0)
+        if longest > batch.max_seq_len:
+            raise AttentionError.above_bound("seq_lens", longest, "max_seq_len", batch.max_seq_len)
+        check_positions(batch.kv_cache.rope_limit, longest)
         if batch.query_len is None:
             return
         # The i-th request of a uniform batch begins at row i * query_len, whatever stands before it.
@@ -178,11 +179,6 @@ def _check_table(cache: PagedKVCache, table: RequestTable) -> None:
         raise AttentionError.table_too_large(table.total_pages + 1, cache.num_pages)
 
 
-def _check_rope(cache: PagedKVCache, requests: _Requests) -> None:
-    if cache.rope_limit is not None:
-        check_positions(cache.rope_limit, max(requests.seq_lens, default=0))
-
-
 def make_batch(
     cache: PagedKVCache,
     table: RequestTable,
@@ -202,7 +198,7 @@ def make_batch(
     requests = _Requests(table, slots, query_lens, seq_lens)
     if not any(requests.query_lens):
         raise AttentionError.no_rows(len(requests.slots))
-    _check_rope(cache, requests)
+    check_positions(cache.rope_limit, max(requests.seq_lens))
     table.flush()
     owners, lengths, rows_of_each = device_columns([*requests.columns.values()], cache.device)
     request = Batch(owners, lengths, table.block_table, cache.page_size)

@@ -23,7 +23,7 @@ size, whatever else of the cache (other layers, V) lies between two pages of one
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -71,7 +71,7 @@ def continuous_batching(model: PreTrainedModel, **options: Any) -> PreTrainedMod
         raise AttentionError.not_ours(name)
     if model.base_model is model:
         raise AttentionError.no_body(type(model).__name__)
-    check_layers(model.config.get_text_config())
+    check_layers(model.config.get_text_config())  # before windows: a hybrid has other kinds, too
     if any(kind != "full_attention" for kind in _kinds(model.config.get_text_config())):
         raise AttentionError.windowed_cache()
     served, body = copy.copy(model), copy.copy(model.base_model)
@@ -128,7 +128,8 @@ class _Manager(ContinuousBatchingManager):
     def add_request(self, input_ids: list[int], *args: Any, **kwargs: Any) -> Any:
         """Refuse here, and not in a step of all requests, one that would change the RoPE of the others."""
         new = args[1] if len(args) > 1 else kwargs.get("max_new_tokens")
-        _check_length(self.model, input_ids, self.generation_config.max_new_tokens if new is None else new)
+        new = self.generation_config.max_new_tokens if new is None else new
+        _check_length(self.model, len(input_ids), new)
         return super().add_request(input_ids, *args, **kwargs)
 
     def switch_to_cb_friendly_attn(self, model: Any, *_: Any) -> None:
@@ -157,14 +158,14 @@ def _generate_batch(
 ) -> Any:
     """`generate_batch`, which would log the refusal of a request, and return nothing."""
     settings = generation_config or model.generation_config
-    for input_ids in inputs:
-        _check_length(model, input_ids, settings.max_new_tokens)
+    _check_length(model, max(map(len, inputs), default=0), settings.max_new_tokens)
     return type(model).generate_batch(model, inputs, generation_config, *args, **kwargs)
 
 
-def _check_length(model: Any, input_ids: Sequence[int], new: int | None) -> None:
-    longest = len(input_ids) + (new or 1) - 1  # nothing attends to the last token
-    check_positions(rope_limit(model.config.get_text_config()), longest)
+def _check_length(model: Any, prompt: int, new: int | None) -> None:
+    """Refuse a prompt of so many tokens, and new ones, together beyond what the RoPE of `model` allows."""
+    tokens = prompt + (new or 1) - 1  # nothing attends to the last one
+    check_positions(rope_limit(model.config.get_text_config()), tokens)
 
 
 def _forward(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs: Any) -> Any:

@@ -191,13 +191,13 @@ def _is_changed(item: Any, output: Any) -> bool:
     Nor is a dict whose entries are what they were (transformers puts other tensors in the place of parameters
     while a module runs).
     """
-    effects, vars_of_caller, missing = output.side_effects, output.root_tx.f_globals, object()
+    effects, its_globals, missing = output.side_effects, output.root_tx.f_globals, object()
     assigned = effects.store_attr_mutations.get(item)
     if not assigned:
         return bool(effects.is_modified(item)) and not _is_as_it_was(item)
     holder = getattr(item, "value", None)  # None: the variable stands for the globals
     for name, value in assigned.items():
-        now = vars_of_caller.get(name, missing) if holder is None else getattr(holder, name, missing)
+        now = its_globals.get(name, missing) if holder is None else getattr(holder, name, missing)
         if not value.is_python_constant() or repr(value.as_python_constant()) != repr(now):
             return True
     return False

@@ -109,9 +109,8 @@ def compiled_fields(
     segments = compile_split(graph, config, compiled, proved.keys, proved.facts)
     writes = writes_arguments(graph, segments)
     trusted = config.one_token == "trusted"
+    compared = frozenset(dict(graph.activations)) if writes else compared
     contract = contract_of(traced, graph, is_whole, compared=compared, any_size_may_be_one=trusted)
-    if writes:
-        contract = contract.with_strides(graph.activations)
     return {
         "traced": traced,
         "split": graph,

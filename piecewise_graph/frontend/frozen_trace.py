@@ -55,7 +55,7 @@ def observe(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Obs
 Place = tuple[int, torch.Size, tuple[int, ...]]
 Output = tuple[int | None, Any]
 # Types whose value is their whole state.
-CONSTANTS = (
+_CONSTANTS = (
     type(None), int, float, complex, str, bytes, Enum,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -120,11 +120,11 @@ def state_of_object(leaf: Any) -> Any:
     """
     if isinstance(leaf, (set, bytearray)):
         return copy(leaf)
-    if isinstance(leaf, (*CONSTANTS, type, FunctionType, torch.nn.Module)):
+    if isinstance(leaf, (*_CONSTANTS, type, FunctionType, torch.nn.Module)):
         return None
     names = [field.name for field in fields(leaf)] if is_dataclass(leaf) else getattr(leaf, "__dict__", ())
     values = {name: getattr(leaf, name, None) for name in names}
-    return {name: value for name, value in values.items() if isinstance(value, CONSTANTS)} or None
+    return {name: value for name, value in values.items() if isinstance(value, _CONSTANTS)} or None
 
 
 def _static_leaves(seen: Observed, leaves: Sequence[Any]) -> tuple[tuple[int, Place | None], ...]:
@@ -176,7 +176,7 @@ def _map_outputs(seen: Observed, arguments: Sequence[Any]) -> tuple[list[Output]
         places = [index for index, value in enumerate(seen.outputs) if value is leaf]
         if isinstance(leaf, Tensor) and not places:
             raise FreezeError.unknown_output(f"tensor of shape {tuple(leaf.shape)}")
-        is_known = isinstance(leaf, (Tensor, torch.Size, torch.nn.Module, *CONSTANTS))
+        is_known = isinstance(leaf, (Tensor, torch.Size, torch.nn.Module, *_CONSTANTS))
         if not is_known and all(leaf is not given for given in arguments):
             raise FreezeError.unknown_output(type(leaf).__name__)
         if isinstance(leaf, torch.Size) or (computes and not isinstance(leaf, (Tensor, type(None)))):
