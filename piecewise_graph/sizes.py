@@ -303,4 +303,4 @@ def relaxed_range(bounds: Range) -> Range:
     Another size that is 1 has a trace of its own.
     """
     low, high = bounds
-    return (1, high) if low == 2 else bounds
+    return (1, high) if low == 2 != high else bounds

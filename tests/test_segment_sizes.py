@@ -67,3 +67,38 @@ def test_any_sizes(counts: list[tuple[int, int]]) -> None:
         for tokens, before in counts:
             x, past = rows(tokens, torch.device("cpu")), torch.ones(before, WIDTH)
             torch.testing.assert_close(fast(x, past), model(x, past))
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Each token with the one before it. At two tokens AOTAutograd takes the size for the number 2."""
+    before = torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+    return (x + before) * torch.arange(x.shape[0], device=x.device)[:, None]
+
+
+def shifted_pair(x: Tensor, past: Tensor) -> Tensor:
+    return torch.cat([x[1:], past[:-1]]).sum() + x.shape[0] * torch.ones(past.shape[0], device=x.device).sum()
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("way", ["pg.compile", "torch.compile"])
+@pytest.mark.parametrize("counts", [(5, 2, 7, 16), (2, 1, 5), (2, 7, 2, 1, 8)], ids=str)
+def test_code_made_at_two_tokens_serves_no_other_count(
+    counts: tuple[int, ...], way: str, compiler: str, device: torch.device
+) -> None:
+    if way == "pg.compile":
+        fast = pg.compile(shifted, token_dim={"x": 0}, max_tokens=16, compiler=compiler)
+    else:
+        fast = torch.compile(shifted, backend="piecewise", dynamic=True, options={"compiler": compiler})
+    for count in counts:
+        x = rows(count, device)
+        torch.testing.assert_close(fast(x), shifted(x))
+
+
+@pytest.mark.parametrize(
+    "counts", [((3, 2), (2, 3), (7, 5)), ((5, 5), (7, 3), (4, 4), (2, 2), (9, 2))], ids=str
+)
+def test_nor_does_code_made_where_one_of_two_sizes_is_two(counts: tuple[tuple[int, int], ...]) -> None:
+    fast = torch.compile(shifted_pair, backend="piecewise", dynamic=True, options={"compiler": "aot_eager"})
+    for tokens, before in counts:
+        x, past = rows(tokens, torch.device("cpu")), torch.ones(before, WIDTH)
+        torch.testing.assert_close(fast(x, past), shifted_pair(x, past))

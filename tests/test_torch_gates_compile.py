@@ -310,3 +310,18 @@ def test_a_backend_hears_of_the_next_reset() -> None:
         torch._dynamo.reset()
         torch._dynamo.reset()
         assert backend.resets == told
+
+
+def test_a_size_that_guards_fix_is_found_and_the_guards_stay() -> None:
+    def found(gm: GraphModule) -> tuple[list[Any], list[Any]]:
+        env, size = _torch.shape_env_of(gm), _torch.expression(first_size(gm))
+        given = len(_torch.guards_since(env, 0))
+        with _torch.conditions_undone(env):
+            _torch.assume(env, size < 7)
+            assert not _torch.found_sizes(env, [size])
+            _torch.assume(env, size > 5)
+            return _torch.guards_since(env, given), _torch.found_sizes(env, [size])
+
+    ((guards, equations),) = trace(lambda x: x * 2, dynamic(6, 8), look=found).seen
+    assert [guard.free_symbols for guard in guards] == [equations[0].free_symbols] * 2
+    assert [equation.rhs for equation in equations] == [6]

@@ -107,6 +107,8 @@ from piecewise_graph._torch.symbols import (
     assume as assume,
     conditions_undone as conditions_undone,
     expression as expression,
+    found_sizes as found_sizes,
+    guards_since as guards_since,
     has_float_steps as has_float_steps,
     has_unknown_size as has_unknown_size,
     holds as holds,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,20 @@ def shape_guards(shape_env: Any) -> tuple[sympy.Basic, ...]:
     """
     conditions = (shape_env.replace(guard.expr) for guard in shape_env.guards)
     return tuple(condition for condition in conditions if condition.free_symbols)
+
+
+def guards_since(shape_env: Any, given: int) -> list[sympy.Basic]:
+    """What the trace relies on beyond its first `given` guards, in the sizes that stood in shapes then."""
+    return [guard.expr for guard in shape_env.guards[given:]]
+
+
+def found_sizes(shape_env: Any, symbols: Iterable[sympy.Symbol]) -> list[sympy.Basic]:
+    """Of each symbol that the trace has taken for a number or for another symbol: the equation that says so.
+
+    `shape_guards` has nothing about it.
+    """
+    found = shape_env.replacements
+    return [sympy.Eq(symbol, found[symbol]) for symbol in symbols if symbol in found]
 
 
 def takes_all_sizes(gm: GraphModule) -> bool:

@@ -228,7 +228,7 @@ def contract_of(
     read = [*dims, *numbers]  # a number may be one that is a size, or another number
     sources = {size: (index, dim) for index, dim, size in reversed(read) if size.is_Symbol}
     known = [symbol for symbol in graph.symbols if symbol in sources]
-    guards = _torch.shape_guards(shape_env) if shape_env is not None else ()
+    guards = [*_torch.shape_guards(shape_env), *_torch.found_sizes(shape_env, known)] if known else []
     ranges = [_torch.value_range(shape_env, symbol) for symbol in known]
     return ShapeContract(
         tuple(known),

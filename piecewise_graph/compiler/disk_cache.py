@@ -76,7 +76,7 @@ def load_or_compile(
 
     Args:
         key: for other processes, or the reason why there is none.
-        given: conditions on sizes that the model's trace came with.
+        given: how many guards on sizes the model's trace came with.
 
     Raises:
         what `_torch.compile_segment` raises; the cache adds nothing.

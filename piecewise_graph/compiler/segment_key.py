@@ -84,14 +84,15 @@ def portable_key(gm: GraphModule) -> Key | str:
 
 
 def conditions_since(given: int, key: Key, shape_env: Any | None) -> Conditions | None:
-    """What the trace relies on beyond its first `given` conditions, where it concerns the segment of `key`.
+    """What the trace relies on beyond its first `given` guards, where it concerns the segment of `key`.
 
     None: some also concern sizes that the segment does not have, so no other trace can check them.
     """
     if shape_env is None:
         return ()
     mine = set(key.symbols)
-    added = [c for c in _torch.shape_guards(shape_env)[given:] if c.free_symbols & mine]
+    relied_on = [*_torch.guards_since(shape_env, given), *_torch.found_sizes(shape_env, key.symbols)]
+    added = [condition for condition in relied_on if condition.free_symbols & mine]
     if not all(condition.free_symbols <= mine for condition in added):
         return None
     return tuple((c, {symbol: key.symbols[symbol] for symbol in c.free_symbols}) for c in added)

@@ -109,7 +109,7 @@ def compile_split(
     compiler, cache_dir = config.compiler, config.cache_dir
     prepare(compiler, cache_dir)
     shape_env = next(filter(None, (_torch.shape_env_of(step.gm) for step in split.segments)), None)
-    given = len(_torch.shape_guards(shape_env)) if shape_env is not None else 0
+    given = len(_torch.guards_since(shape_env, 0)) if shape_env is not None else 0
     jobs: dict[str, tuple[Key, Callable[[], CompiledSegment]]] = {}
     for step in split.segments:
         key = keys[step.index]
@@ -142,7 +142,7 @@ def _compile(
     """The structure of `step`.
 
     Args:
-        given: conditions on sizes that the model's trace came with.
+        given: how many guards on sizes the model's trace came with.
         stored: where other processes find it, and under which key (or the reason why it has none).
     """
     gm = step.gm
