@@ -49,6 +49,25 @@ def test_two_threads_call_one_model(model: Blocks, device: torch.device) -> None
         assert_same(found[t], wanted[t])
 
 
+def test_a_thread_beside_a_capture_captures_nothing(model: Blocks, device: torch.device) -> None:
+    fast = compiled(model, capture="explicit", capture_sizes=[4, 8])
+    fast(rows(3, device))
+
+    def serve() -> None:
+        with torch.no_grad():
+            fast(rows(4, device))
+
+    def inputs(size: int) -> Tensor:
+        other = threading.Thread(target=serve)
+        other.start()
+        other.join()
+        return rows(size, device)
+
+    pg.capture(fast, inputs, sizes=[8], progress=False)
+    assert pg.counters.snapshot()["fallbacks:not_captured"] == 2
+    assert pg.counters.snapshot()["tapes"] == 1
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_collector_is_left_as_it_was(enabled: bool, model: Blocks, device: torch.device) -> None:
     was = gc.isenabled()

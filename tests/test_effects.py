@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -110,3 +111,15 @@ def test_a_call_has_its_effects_once(
         torch.testing.assert_close(fast(x), plain(x))
         torch.testing.assert_close(model.seen, plain.seen)
         assert model.calls == plain.calls
+
+
+@BOTH
+def test_a_write_to_a_list_of_one_tensor(entry: Callable[..., Any]) -> None:
+    def tripled(x: Tensor) -> Tensor:
+        doubled = x * 2
+        torch._foreach_mul_([doubled], 3.0)
+        return doubled
+
+    fast = entry(tripled)
+    for count in (1, 5, 7):
+        torch.testing.assert_close(fast(torch.ones(count)), torch.full((count,), 6.0))

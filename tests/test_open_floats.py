@@ -184,3 +184,15 @@ def test_one_model_says_nothing_of_the_floats_of_the_next(device: torch.device) 
 
     torch.compile(tripled, backend=look, dynamic=True)(rows(4, device), 3.0)
     assert any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in seen)
+
+
+def test_a_float_that_changes_from_call_to_call_beside_sizes_that_do() -> None:
+    """The code for a size is compiled in the middle of a call, where Dynamo has no trace to begin anew."""
+
+    def scaled(x: Tensor, scale: float) -> Tensor:
+        return x @ torch.ones(WIDTH, WIDTH) * scale
+
+    fast = by_torch_compile(scaled, "aot_eager", dynamic=True)
+    for call in range(14):
+        x, scale = rows(call % 5 + 2, torch.device("cpu")), (0.5, 1.5, 2.0, 0.0, 3.25, 4.5)[call % 6]
+        same(fast(x, scale), scaled(x, scale))

@@ -167,14 +167,6 @@ def test_a_module_that_is_compiled_in_place_is_told() -> None:
     assert _torch.is_compiled_in_place(model)
 
 
-def test_restarts_are_control_flow_and_other_errors_are_not() -> None:
-    from torch._dynamo import exc
-
-    assert issubclass(exc.RestartAnalysis, exc.TorchDynamoException)
-    assert _torch.is_dynamo_control_flow(exc.TensorifyScalarRestartAnalysis(restart_reason="r"))
-    assert not _torch.is_dynamo_control_flow(RuntimeError("r"))
-
-
 def raised_by(function: Callable[[], Any]) -> BaseException:
     with pytest.raises(Exception) as raised:
         function()

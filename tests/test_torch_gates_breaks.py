@@ -124,3 +124,16 @@ def test_strides_that_follow_from_sizes_are_told() -> None:
 def test_nobody_awaits_code_outside_of_a_trace() -> None:
     _torch.await_code(lambda code: pytest.fail("there is none"))
     torch.compile(doubled, backend="eager")(torch.ones(3))
+
+
+def test_restarts_are_control_flow_and_other_errors_are_not() -> None:
+    from torch._dynamo import exc
+
+    assert issubclass(exc.RestartAnalysis, exc.TorchDynamoException)
+    errors = [exc.TensorifyScalarRestartAnalysis(restart_reason="r"), RuntimeError("r")]
+
+    def asked(_: GraphModule | None = None) -> list[bool]:
+        return [*map(_torch.is_dynamo_control_flow, errors)]
+
+    assert trace(lambda x: x * 2, torch.ones(2), look=asked).seen == [[True, False]]
+    assert asked() == [False, False], "between traces there is nothing to restart"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -299,3 +300,20 @@ def test_the_host_is_one_device() -> None:
     at_index = torch.ones(2).to("cpu:0")
     assert _torch.device_of(at_index) == _torch.device_of(torch.ones(2)) == torch.device("cpu")
     assert _torch.device_of(torch.ones(2, device="meta")) == torch.device("meta")
+
+
+def test_work_on_a_graph_waits_for_a_trace_of_another_thread() -> None:
+    from torch._dynamo.convert_frame import compile_lock
+
+    worked = threading.Event()
+
+    def work() -> None:
+        with _torch.as_while_tracing():
+            worked.set()
+
+    other = threading.Thread(target=work)
+    with compile_lock:
+        other.start()
+        assert not worked.wait(0.2)
+    other.join()
+    assert worked.is_set()

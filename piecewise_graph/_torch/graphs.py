@@ -291,10 +291,14 @@ def is_compiled_in_place(module: Any) -> bool:
 
 
 def is_dynamo_control_flow(error: BaseException) -> bool:
-    """Exceptions by which Dynamo restarts a trace; Inductor raises some. They must never be swallowed."""
-    from torch._dynamo.exc import TorchDynamoException
+    """Exceptions by which Dynamo restarts the trace in the making; Inductor raises some. Never swallow them.
 
-    return isinstance(error, TorchDynamoException)
+    In the middle of a call there is no trace to restart: they are errors like others.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._guards import TracingContext
+
+    return isinstance(error, TorchDynamoException) and TracingContext.try_get() is not None
 
 
 def is_specialization_error(error: BaseException) -> bool:

@@ -40,9 +40,12 @@ def as_while_tracing() -> Iterator[None]:
     """Surround work on a graph in the middle of a call, as `functions_while_tracing` does.
 
     Dynamo traces outside of inference mode, whatever the caller is in. Inside of it, ops that are made of
-    others (dropout) are not taken apart, and none is known to have been a copy.
+    others (dropout) are not taken apart, and none is known to have been a copy. Other threads' traces wait:
+    who traces a graph has switches that are one for the process.
     """
-    with functions_while_tracing(), torch.inference_mode(False), torch.no_grad():
+    from torch._dynamo.convert_frame import compile_lock
+
+    with compile_lock, functions_while_tracing(), torch.inference_mode(False), torch.no_grad():
         yield
 
 

@@ -215,8 +215,8 @@ class _Walk(fx.Interpreter):
         found = _of_constants(call) if rule is None else rule(call)
         if found is None or isinstance(found, (Claim, Mark)):
             found = [found] * len(changed)
-        for tensor, state in zip(changed, found, strict=True):
-            require(not isinstance(state, Claim) or _fits(state, tensor), "its rule is wrong")
+        fit = all(not isinstance(s, Claim) or _fits(s, t) for t, s in zip(changed, found, strict=False))
+        require(fit and len(found) == len(changed), "its rule is wrong")
         return found
 
     def _unproved(self, op: str, why: str) -> None:

@@ -109,7 +109,7 @@ class CompiledModel:
         self._finder = TokenDims(model, token_dim)
         self._batch_dims = None if batch_dim is None else BatchDims(batch_dim)
         self.model_state = ModelState(config)
-        self._traces: list[Callable[..., Any]] = []
+        self._traces: tuple[Callable[..., Any], ...] = ()  # replaced as a whole: other threads go through it
         self._guarded: Callable[..., Any] | None = None
         self._untraced: Callable[..., Any] | None = None  # the latest trace, until its first call
         self._one_token: OneTokenTraces | None = None
@@ -151,7 +151,7 @@ class CompiledModel:
         if self._batch_dims is not None:
             _mark(tensors, self._batch_dims.find(tensors, dims))
         elif not self._traces and not guarded:
-            self._traces.append(self._new_trace(guards="relaxed"))
+            self._traces = (self._new_trace(guards="relaxed"),)
             if count == 1:
                 self._trace_longer(args, kwargs, tensors, dims)
         if count > 1:
@@ -183,7 +183,7 @@ class CompiledModel:
     def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> Any:
         """Ask each trace in turn; a miss has no effect, because it is raised before anything ran."""
         miss: ShapeMiss | None = None
-        for index, trace in enumerate(self._traces):
+        for index, trace in enumerate(traces := self._traces):
             try:
                 result = self._call(trace, args, kwargs)
             except ShapeMiss as error:
@@ -192,7 +192,7 @@ class CompiledModel:
                 miss = error
                 continue
             if index:  # who answered is asked first next time
-                self._traces.insert(0, self._traces.pop(index))
+                self._traces = (trace, *traces[:index], *traces[index + 1 :])
             return result
         assert miss is not None
         return self._answer_anew(miss, args, kwargs, count)
@@ -200,8 +200,8 @@ class CompiledModel:
     def _answer_anew(self, miss: ShapeMiss, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> Any:
         if miss.sizes_differ or count == 1 or len(self._traces) >= _MAX_TRACES:
             return self._answer_guarded(args, kwargs)
-        self._traces.insert(0, self._new_trace(guards="relaxed"))
-        return self._call(self._traces[0], args, kwargs)
+        self._traces = (trace := self._new_trace(guards="relaxed"), *self._traces)
+        return self._call(trace, args, kwargs)
 
     def _answer_guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Under all of Dynamo's own guards: right for any shapes, with as many traces as Dynamo wants."""

@@ -6,6 +6,7 @@ else gets through, so everything else passes here.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -57,8 +58,8 @@ class Ran:
     outputs: Sequence[Any]
 
 
-class SideChannel:
-    """One per model.
+class SideChannel(threading.local):
+    """One per model, in which each thread sees its own calls alone.
 
     Attributes:
         purpose: of the current calls.
