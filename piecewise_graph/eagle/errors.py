@@ -189,6 +189,11 @@ class SpeculatorError(PiecewiseError, ValueError):
         "a speculator cannot be made with max_requests={max_requests}, batch_sizes={sizes}.",
         "serve at least one request at a time.",
     )
+    changed = _Message(
+        "graphs of {module} were captured with {attribute} = {was!r}; it is {found!r} now, and a replay "
+        "would go on with what it was.",
+        "change it back, or call torch._dynamo.reset(), so that the next calls trace and capture again.",
+    )
     too_few_positions = _Message(
         "a speculator cannot be made with max_seq_len={asked} and a target of {positions} positions.",
         "lower it; a model with more positions says so in config.max_position_embeddings.",

@@ -17,7 +17,8 @@ from transformers.utils import ModelOutput
 
 from ..errors import SpeculatorError
 
-_Copied = list[tuple[nn.Module, dict[str, nn.Module | None]]]  # what was copied, with its children then
+# What was copied, with the children and the plain attributes that it had then.
+_Copied = list[tuple[nn.Module, dict[str, nn.Module | None], dict[str, Any]]]
 
 
 class TargetModel(nn.Module):
@@ -53,7 +54,7 @@ class TargetModel(nn.Module):
         self.feature_size = hidden * len(self.taps) if self.taps else getattr(head, "in_features", hidden)
 
     def follow(self) -> bool:
-        """Copy anew where the caller's model has other modules now, such as another lm_head.
+        """Copy anew where the caller's model has other modules now, such as another lm_head, or attributes.
 
         Quick where it has not: it is done per step.
 
@@ -63,7 +64,7 @@ class TargetModel(nn.Module):
         Raises:
             SpeculatorError: the model has no such layer any more, or no decoder of its own.
         """
-        if all(module._modules == children for module, children in self._copied):
+        if all(_is_as_copied(*copied) for copied in self._copied):
             return False
         model, copied = self._source[0], _Copied()
         decoder, taps = _tapped(model, self._feature_layers, copied)
@@ -173,6 +174,14 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "forward"}
 
 
+def _is_as_copied(
+    module: nn.Module, children: dict[str, nn.Module | None], attributes: dict[str, Any]
+) -> bool:
+    now = _plain_attributes(module)
+    same = len(now) == len(attributes) and all(now.get(name) is x for name, x in attributes.items())
+    return same and module._modules == children
+
+
 def _tapped(model: Any, layers: Sequence[int], copied: _Copied) -> tuple[Any, list[_Tap]]:
     """(the decoder with taps, the taps in order); every module that does not hold a tap is shared."""
     decoder = _decoder_of(model)
@@ -213,7 +222,7 @@ def _path_to(model: nn.Module, wanted: nn.Module) -> str:
 
 def _replaced(model: nn.Module, others: dict[str, Any], copied: _Copied) -> Any:
     """`model` with other modules at some paths; those above are shallow copies, and added to `copied`."""
-    copied.append((model, dict(model._modules)))
+    copied.append((model, dict(model._modules), _plain_attributes(model)))
     made = copy.copy(model)
     made._modules = dict(model._modules)
     vars(made).pop("forward", None)  # one of its own would run the original with the original's parts

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import piecewise_graph as pg
 
+from .module_state import ModuleState
 from .target import TargetModel
 
 DECODER, HEAD, DRAFT = "target.decoder", "target.head", "draft"  # parts, which are held one by one
@@ -26,6 +27,7 @@ class _Seen:
         contents: of the tables.
         plain, wrapping: the tensors among the contents, with and without an address of their own.
         addresses: of all that have one.
+        state: what the modules hold beside.
     """
 
     tables: list[dict[str, Any]]
@@ -34,6 +36,7 @@ class _Seen:
     plain: list[Tensor]
     wrapping: list[Tensor]
     addresses: list[int]
+    state: ModuleState
 
     @classmethod
     def of(cls, model: nn.Module) -> _Seen:
@@ -45,14 +48,17 @@ class _Seen:
         plain = [tensor for tensor in tensors if not hasattr(tensor, "__tensor_flatten__")]
         wrapping = [tensor for tensor in tensors if hasattr(tensor, "__tensor_flatten__")]
         empty = [table for table in all_tables if not table]
-        return cls(tables, empty, contents, plain, wrapping, _addresses(plain, wrapping))
+        addresses = _addresses(plain, wrapping)
+        return cls(tables, empty, contents, plain, wrapping, addresses, ModuleState.of(model))
 
     @property
     def is_unchanged(self) -> bool:
         """The modules hold the same objects, and these lie where they lay."""
         now = _contents(self.tables)
         same = len(now) == len(self.contents) and all(map(operator.is_, now, self.contents))
-        return same and not any(self.empty) and _addresses(self.plain, self.wrapping) == self.addresses
+        if not same or any(self.empty) or not self.state.is_unchanged:
+            return False
+        return _addresses(self.plain, self.wrapping) == self.addresses
 
 
 class Weights:
@@ -83,18 +89,20 @@ class Weights:
                 self._seen[part] = _Seen.of(module)
 
     def check(self) -> None:
-        """Compare the addresses of all weights with those that graphs read. Quick: it is done per request.
+        """Compare all weights and modules with what graphs were made of. Quick: it is done per request.
 
         Raises:
             AddressMovedError: a weight lies elsewhere now, and graphs would read the old one.
-            SpeculatorError: the target was changed in a way that needs a new speculator.
+            SpeculatorError: a module holds other things beside weights now (`module_state`), or the target
+                was changed in a way that needs a new speculator.
         """
         self._is_suspect |= self._target.follow()
         if self._is_suspect or not all(seen.is_unchanged for seen in self._seen.values()):
             modules = self._parts()
             for part, held in self._held.items():
                 _compare(held, dict(_tensors(part, modules[part])))
-            # What was replaced lies where it lay.
+                self._seen[part].state.check(part, modules[part])
+            # What was replaced lies where it lay, and is what it was.
             self._seen = {part: _Seen.of(modules[part]) for part in self._held}
         self._target.check_vocabulary()
         self._is_suspect = False
