@@ -84,6 +84,14 @@ class AttentionError(PiecewiseError, ValueError):
         )
 
     @classmethod
+    def other_heads(cls, model: str, found: Sequence[int], named: Sequence[int]) -> AttentionError:
+        return cls(
+            f"{model} hands {found[0]} KV heads of {found[1]} to its attention, its configuration names "
+            f"{named[0]} of {named[1]}. No KV cache that is made by the configuration holds them.",
+            _ITS_OWN_GENERATE,
+        )
+
+    @classmethod
     def rope_of_the_longest(cls, tokens: int, limit: int) -> AttentionError:
         return cls(
             f"a request has, or may get, {tokens} tokens. Beyond {limit} the RoPE (longrope, dynamic) of the "

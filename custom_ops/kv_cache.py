@@ -83,12 +83,7 @@ class PagedKVCache:
         """
         config = getattr(model, "config", model)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        try:
-            heads = config.num_attention_heads
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-            kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        except (AttributeError, RuntimeError) as error:  # layers without attention, or of several sizes
-            raise CacheError.no_sizes(type(config).__name__, error) from error
+        kv_heads, head_dim = kv_sizes(config)
         cache = cls(
             num_layers=config.num_hidden_layers,
             num_pages=num_pages,
@@ -110,6 +105,20 @@ class PagedKVCache:
         if found is None or found.numel() < size:
             found = self.memo[name] = torch.zeros(size, dtype=dtype, device=self.device)
         return found
+
+
+def kv_sizes(config: Any) -> tuple[int, int]:
+    """(KV heads, head_dim) of every layer, as the configuration of a text model names them.
+
+    Raises:
+        CacheError: the model has no attention, or layers of several sizes.
+    """
+    try:
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return getattr(config, "num_key_value_heads", None) or heads, head_dim
+    except (AttributeError, RuntimeError) as error:  # layers without attention, or of several sizes
+        raise CacheError.no_sizes(type(config).__name__, error) from error
 
 
 def _local_heads(model: Any, head_dim: int) -> int | None:

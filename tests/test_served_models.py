@@ -50,6 +50,17 @@ def test_engine_and_continuous_batching_refuse_them(name: str) -> None:
         pg.continuous_batching(model)
 
 
+def test_keys_of_other_heads_than_the_configuration_names_are_refused() -> None:
+    """JetMoE repeats K and V before its attention."""
+    words = "hands 4 KV heads of 16 to its attention, its configuration names 2 of 16"
+    with pytest.raises(AttentionError, match=words):
+        Speculator(named("jetmoe"), None, shapes=[0], max_seq_len=64, graphs="eager")
+    with pytest.raises(AttentionError, match=words):
+        pg.continuous_batching(named("jetmoe"))
+    pg.register_attention()
+    check_model(build("gpt_bigcode", "piecewise", num_key_value_heads=1))  # as its own default says
+
+
 @pytest.mark.parametrize("name", ["lfm2_moe", "diffllama"])
 def test_a_compiled_call_is_refused_when_it_is_traced(name: str) -> None:
     compiled = pg.compile(model := named(name), compiler="eager", capture_sizes=[4])

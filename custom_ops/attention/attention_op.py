@@ -61,7 +61,7 @@ def bind(
         elif (cu_seqlens := fields.get("cu_seqlens")) is not None:
             attend_packed(call, cu_seqlens, captured)
         elif (trial := fields.get("attention_trial")) is not None:  # of served_models.py
-            trial.append(layer)
+            trial.append(call)
             out.zero_()
         else:
             raise AttentionError.no_batch()

@@ -1,7 +1,7 @@
 """Which models of transformers our attention serves: those in which tokens meet in its calls alone.
 
 Note [What a trial shows]
-One eager forward over three tokens, in which the op computes nothing and lists its layers. The embedding of
+One eager forward over three tokens, in which the op computes nothing and lists its calls. The embedding of
 the token in the middle is NaN, and NaN passes through whatever is computed of it. So another token whose
 logits are NaN has met this one outside of the op: in a convolution, a recurrence, or an attention of the
 model's own. That is not tried where weights are quantised: a scale that all rows share would be NaN for all.
@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from piecewise_graph.context import forward_context, get_forward_context
 
 from ..errors import AttentionError
+from ..kv_cache import kv_sizes
 from ..rope_limit import rope_limit
 from .batch import AttentionBatch
+from .call import AttentionCall
 
 # What configurations call the kinds of their layers, and the kinds that attend and do nothing else. A window
 # is a part of the call; chunks are refused where the mask is made.
@@ -73,11 +75,14 @@ def check_positions(limit: int | None, tokens: int) -> None:
 def check_model(model: Any) -> None:
     """Refuse a causal LM in which tokens meet outside of our attention, or more often than once per layer.
 
+    So is one whose keys are of other heads than its configuration says, which caches are made by.
+
     It runs one eager forward over three tokens, see Note [What a trial shows]. A tensor-parallel model is not
     run: a rank may have a part of a KV head, which has no eager forward.
 
     Raises:
-        AttentionError: they do.
+        AttentionError: they do, or are.
+        CacheError: the configuration names no sizes of heads.
     """
     name = type(model).__name__
     check_layers(model.config.get_text_config())
@@ -85,14 +90,19 @@ def check_model(model: Any) -> None:
         raise AttentionError.mixes_tokens(name)
     if any(hasattr(weight, "to_local") for weight in model.parameters()):
         return
-    layers, rows = _trial(model, spoil=_is_plain(model))
-    if not layers:
+    calls, rows = _trial(model, spoil=_is_plain(model))
+    if not calls:
         raise AttentionError.own_attention(name)
+    layers = [call.layer for call in calls]
     repeated = [layer for layer in layers if layers.count(layer) > 1]
     if repeated:
         raise AttentionError.attends_again(f"layer {repeated[0]} of {name}")
     if _has_nan(rows) and not _has_nan(_trial(model, spoil=False)[1]):
         raise AttentionError.mixes_tokens(name)
+    sizes = kv_sizes(model.config.get_text_config())
+    for call in calls:
+        if tuple(call.k.shape[1:]) != sizes:
+            raise AttentionError.other_heads(name, tuple(call.k.shape[1:]), sizes)
 
 
 def _has_nan(rows: Tensor | None) -> bool:
@@ -101,19 +111,19 @@ def _has_nan(rows: Tensor | None) -> bool:
 
 
 @torch.no_grad()
-def _trial(model: Any, *, spoil: bool) -> tuple[list[int], Tensor | None]:
-    """(the layer of each call of the op in one forward, the logits `[1, 3, vocabulary]`)."""
-    layers: list[int] = []
+def _trial(model: Any, *, spoil: bool) -> tuple[list[AttentionCall], Tensor | None]:
+    """(the calls of the op in one forward, the logits `[1, 3, vocabulary]`)."""
+    calls: list[AttentionCall] = []
     ids, positions = torch.zeros(2, 1, 3, dtype=torch.long, device=model.device)
     positions += torch.arange(3, device=model.device)
     hook = _embeddings(model).register_forward_hook(_spoil) if spoil else None
     try:
-        with forward_context(attention_trial=layers):
+        with forward_context(attention_trial=calls):
             found = model(input_ids=ids, position_ids=positions, use_cache=False)
     finally:
         if hook is not None:
             hook.remove()
-    return layers, getattr(found, "logits", None)
+    return calls, getattr(found, "logits", None)
 
 
 def _spoil(_: nn.Module, __: Any, found: Any) -> Any:
