@@ -81,6 +81,18 @@ def test_the_parts_hold_all_weights_of_the_model_and_no_copies() -> None:
     assert not any(isinstance(each, type(target.taps[0])) for each in model.modules())
 
 
+@torch.no_grad()
+def test_a_decoder_inside_of_another_body_is_followed_when_it_is_replaced() -> None:
+    model, ids = model_of("OPT"), torch.arange(3, 3 + ROWS)[None]
+    target = TargetModel(model)
+    assert not target.follow()
+    model.model.decoder = model_of("OPT").model.decoder
+    assert target.follow()
+    places = torch.arange(ROWS)[None]
+    whole = model(input_ids=ids, position_ids=places, use_cache=False).logits[0]
+    torch.testing.assert_close(target.head(target(ids, places)[0]), whole)
+
+
 def test_a_model_that_is_its_own_decoder_is_refused() -> None:
     class Bare(nn.Embedding):
         def get_decoder(self) -> nn.Module:

@@ -10,7 +10,8 @@ What a configuration does not tell of such a model, or of a tensor-parallel one,
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ _KINDS = ("layer_types", "layers_block_type", "block_types")
 _SERVED = ("attention", "chunked_attention", "full_attention", "sliding_attention")
 # model_type of those in transformers that call attention more than once per layer.
 _REPEATING = frozenset({"diffllama", "hrm_text"})
+_Result = TypeVar("_Result")
 _PLAIN = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -78,7 +80,7 @@ def check_model(model: Any) -> None:
     So is one whose keys are of other heads than its configuration says, which caches are made by.
 
     It runs one eager forward over three tokens, see Note [What a trial shows]. A tensor-parallel model is not
-    run: a rank may have a part of a KV head, which has no eager forward.
+    run: see `is_sharded`.
 
     Raises:
         AttentionError: they do, or are.
@@ -88,7 +90,7 @@ def check_model(model: Any) -> None:
     check_layers(model.config.get_text_config())
     if getattr(model, "_is_stateful", False):
         raise AttentionError.mixes_tokens(name)
-    if any(hasattr(weight, "to_local") for weight in model.parameters()):
+    if is_sharded(model):
         return
     calls, rows = _trial(model, spoil=_is_plain(model))
     if not calls:
@@ -110,16 +112,36 @@ def _has_nan(rows: Tensor | None) -> bool:
     return rows is not None and bool(rows[:, [0, 2]].isnan().any())
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether it is tensor parallel: a rank may have a part of a KV head, which has no eager forward."""
+    return any(hasattr(weight, "to_local") for weight in model.parameters())
+
+
 @torch.no_grad()
+def trial(
+    run: Callable[[Tensor, Tensor], _Result], device: torch.device
+) -> tuple[list[AttentionCall], _Result]:
+    """(the calls of the op, what `run` returns) of one forward in which the op computes nothing.
+
+    Args:
+        run: with the ids and the positions of three tokens, `[1, 3]`.
+    """
+    calls: list[AttentionCall] = []
+    ids = torch.arange(3, device=device)[None]
+    with forward_context(attention_trial=calls):
+        return calls, run(ids, ids.clone())
+
+
+def whole_forward(model: Any) -> Callable[[Tensor, Tensor], Any]:
+    """The model as what `trial` runs."""
+    return lambda ids, positions: model(input_ids=ids, position_ids=positions, use_cache=False)
+
+
 def _trial(model: Any, *, spoil: bool) -> tuple[list[AttentionCall], Tensor | None]:
     """(the calls of the op in one forward, the logits `[1, 3, vocabulary]`)."""
-    calls: list[AttentionCall] = []
-    ids, positions = torch.zeros(2, 1, 3, dtype=torch.long, device=model.device)
-    positions += torch.arange(3, device=model.device)
     hook = _embeddings(model).register_forward_hook(_spoil) if spoil else None
     try:
-        with forward_context(attention_trial=calls):
-            found = model(input_ids=ids, position_ids=positions, use_cache=False)
+        calls, found = trial(whole_forward(model), model.device)
     finally:
         if hook is not None:
             hook.remove()

@@ -139,6 +139,10 @@ class SpeculatorError(PiecewiseError, ValueError):
         "{model} has no decoder of its own (`get_decoder`), so logits cannot be computed for some rows only.",
         "use a causal LM of transformers that holds its decoder as a submodule.",
     )
+    no_parts = _Message(
+        "{model} cannot run as its text decoder, and then its head on some rows only: {why}.",
+        "load its text model alone, as AutoModelForCausalLM does where there is one.",
+    )
     resized = _Message(
         "the target has {found} tokens now; the speculator was made for {vocabulary}.",
         "make a new Speculator after the vocabulary was resized.",

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from piecewise_graph.custom_ops.attention.served_models import is_sharded, trial, whole_forward
+
 from ..errors import SpeculatorError
 
 # What was copied, with the children and the plain attributes that it had then.
@@ -101,11 +103,39 @@ class TargetModel(nn.Module):
         return hidden, features[0]
 
 
+def check_parts(model: Any) -> None:
+    """Refuse a causal LM that computes something else than its decoder and its head, one after the other.
+
+    Both are run eagerly over three tokens, see `custom_ops.attention.served_models.trial`; a tensor-parallel
+    model is not run.
+
+    Raises:
+        SpeculatorError: it does, or its head does not run alone.
+    """
+    if is_sharded(model):
+        return
+    target = TargetModel(model)
+    calls, whole = trial(whole_forward(model), model.device)
+    try:
+        found, logits = trial(lambda ids, places: target.head(target(ids, places)[0]), model.device)
+    except Exception as error:  # whatever the forward of a model raises
+        raise SpeculatorError.no_parts(type(model).__name__, f"{type(error).__name__}: {error}") from error
+    wanted = [whole.logits[0], *(x for call in calls for x in (call.q, call.k, call.v))]
+    parts = [logits, *(x for call in found for x in (call.q, call.k, call.v))]
+    if len(parts) != len(wanted) or not all(map(_equal, parts, wanted)):
+        raise SpeculatorError.no_parts(type(model).__name__, "they compute something else")
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-2, atol=1e-3, equal_nan=True)
+
+
 class TargetHead(nn.Module):
     """A causal LM from its decoder's output on: the head, and whatever the model does to logits.
 
     Scales and caps of logits stand in the model's own forward. So that runs as it is, with the hidden states
-    in place of a decoder.
+    in place of a decoder. What stands around the decoder, such as a multimodal body, would embed ids: it is
+    left out, see `check_parts`.
     """
 
     def __init__(self, model: Any, copied: _Copied) -> None:
@@ -115,8 +145,14 @@ class TargetHead(nn.Module):
     def take(self, model: Any, copied: _Copied) -> None:
         """Take the model as it is now."""
         decoder = _decoder_of(model)
+        path, around = _path_to(model, decoder), _around(model, decoder)
         self.given = _Given(decoder)
-        self.model = _replaced(model, {_path_to(model, decoder): self.given}, copied)
+        found: nn.Module = self.given
+        for body in reversed(around):
+            path, _, name = path.rpartition(".")
+            found = _Around(body, name, found)
+            copied.append((body, dict(body._modules)))
+        self.model = _replaced(model, {path: found}, copied)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states `[n, H]` to logits `[n, vocabulary]`."""
@@ -139,6 +175,19 @@ class _Given(nn.Module):
         return _Decoded(last_hidden_state=self.hidden)
 
 
+class _Around(nn.Module):
+    """In the place of what holds a decoder: adds nothing to what is given."""
+
+    def __init__(self, body: nn.Module, name: str, given: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(_plain_attributes(body))
+        self.name_of_given = name
+        self.add_module(name, given)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return getattr(self, self.name_of_given)()
+
+
 @dataclass
 class _Decoded(ModelOutput):
     """With the fields that causal LMs on attention hand on from their decoders."""
@@ -150,6 +199,10 @@ class _Decoded(ModelOutput):
     cross_attentions: None = None
     router_logits: None = None
     shared_kv_states: None = None
+    image_hidden_states: None = None
+    audio_hidden_states: None = None
+    video_hidden_states: None = None
+    rope_deltas: None = None
 
 
 class _Tap(nn.Module):
@@ -198,14 +251,23 @@ def _tapped(model: Any, layers: Sequence[int], copied: _Copied) -> tuple[Any, li
 
 
 def _decoder_of(model: Any) -> Any:
-    found, embeddings = model.get_decoder(), model.get_input_embeddings()
+    found = model.get_decoder()
     if found not in (model, model.get_output_embeddings()):
         return found
     # Some models answer with themselves, or call their output projection `decoder`.
+    embeddings = model.get_input_embeddings()
     for part in model.children():
         if embeddings in part.modules():
             return part
     raise SpeculatorError.no_decoder(type(model).__name__)
+
+
+def _around(model: Any, decoder: nn.Module) -> list[nn.Module]:
+    """What holds the decoder and not the head, the outermost first: of most models nothing."""
+    names = _path_to(model, decoder).split(".")
+    above = [model.get_submodule(".".join(names[:count])) for count in range(1, len(names))]
+    head = model.get_output_embeddings()
+    return [body for body in above if all(module is not head for module in body.modules())]
 
 
 def _layers_of(decoder: nn.Module, model: Any) -> nn.ModuleList:

@@ -11,6 +11,7 @@ from piecewise_graph.custom_ops.rope_limit import rope_limit
 
 from ..errors import SpeculatorError
 from ..options import FULL, GRAPH_MODES, DraftShape, Limits
+from ..rounds.target import check_parts
 
 PHASES = ("draft", "verify", "extend")
 MAX_SEQ_LEN = 1024  # where nothing is asked for
@@ -77,7 +78,8 @@ def make_limits(
 def check_models(model: Any, draft: Any, shapes: Sequence[DraftShape], page_size: int) -> None:
     """Refuse a target without our attention, a draft of another target, and shapes that need another one.
 
-    One eager forward of the target over three tokens shows whether its attention can be served.
+    Eager forwards of the target over three tokens show whether its attention can be served, and whether it
+    can be run in two parts.
 
     Raises:
         SpeculatorError: see the catalogue.
@@ -94,6 +96,7 @@ def check_models(model: Any, draft: Any, shapes: Sequence[DraftShape], page_size
         if shape.is_tree and page_size != 1:
             raise SpeculatorError.tree_on_pages(shape, page_size)
     check_model(model)
+    check_parts(model)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
