@@ -191,3 +191,18 @@ def test_continuous_batching_keeps_to_the_limit() -> None:
         served_model.generate_batch(
             [list(range(8, 8 + LIMIT - 7))], generation_config=settings, continuous_batching_config=pages
         )
+
+
+@pytest.mark.parametrize(("configured", "asked"), [(4, 40), (40, 4)])
+def test_continuous_batching_limits_what_the_call_asks_for(configured: int, asked: int) -> None:
+    """As in transformers, max_new_tokens of the call goes before that of the configuration."""
+    served_model = pg.continuous_batching(phi3(), compiler="eager")
+    settings = transformers.GenerationConfig(max_new_tokens=configured, do_sample=False, eos_token_id=-1)
+    pages = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=64)
+    given = {"generation_config": settings, "continuous_batching_config": pages, "max_new_tokens": asked}
+    if asked > LIMIT:
+        with pytest.raises(AttentionError, match=f"{3 + asked - 1} tokens. Beyond {LIMIT}"):
+            served_model.generate_batch([[8, 9, 10]], **given)
+    else:
+        (result,) = served_model.generate_batch([[8, 9, 10]], **given).values()
+        assert len(result.generated_tokens) == asked

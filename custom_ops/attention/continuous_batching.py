@@ -128,8 +128,7 @@ class _Manager(ContinuousBatchingManager):
     def add_request(self, input_ids: list[int], *args: Any, **kwargs: Any) -> Any:
         """Refuse here, and not in a step of all requests, one that would change the RoPE of the others."""
         new = args[1] if len(args) > 1 else kwargs.get("max_new_tokens")
-        new = self.generation_config.max_new_tokens if new is None else new
-        _check_length(self.model, len(input_ids), new)
+        _check_length(self.model, len(input_ids), new, self.generation_config)
         return super().add_request(input_ids, *args, **kwargs)
 
     def switch_to_cb_friendly_attn(self, model: Any, *_: Any) -> None:
@@ -158,12 +157,17 @@ def _generate_batch(
 ) -> Any:
     """`generate_batch`, which would log the refusal of a request, and return nothing."""
     settings = generation_config or model.generation_config
-    _check_length(model, max(map(len, inputs), default=0), settings.max_new_tokens)
+    _check_length(model, max(map(len, inputs), default=0), kwargs.get("max_new_tokens"), settings)
     return type(model).generate_batch(model, inputs, generation_config, *args, **kwargs)
 
 
-def _check_length(model: Any, prompt: int, new: int | None) -> None:
-    """Refuse a prompt of so many tokens, and new ones, together beyond what the RoPE of `model` allows."""
+def _check_length(model: Any, prompt: int, new: int | None, settings: Any) -> None:
+    """Refuse a prompt of so many tokens, and new ones, together beyond what the RoPE of `model` allows.
+
+    Args:
+        new: what the call asks for; None = what the generation config `settings` says.
+    """
+    new = settings.max_new_tokens if new is None else new
     tokens = prompt + (new or 1) - 1  # nothing attends to the last one
     check_positions(rope_limit(model.config.get_text_config()), tokens)
 
