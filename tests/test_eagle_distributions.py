@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import eagle_bigrams as bigrams
+import numpy as np
 import pytest
 import torch
 from eagle_sampling_cases import (
@@ -224,6 +225,14 @@ class TestSamplingSettings:
             ({"seed": -1}, "seed=-1"),
             ({"seed": 2**62}, f"seed={2**62}"),
             ({"seed": 1.5}, "seed=1.5"),
+            ({"temperature": "1"}, "temperature='1'"),
+            ({"temperature": None}, "temperature=None"),
+            ({"temperature": True}, "temperature=True"),
+            ({"temperature": torch.tensor(0.5)}, r"temperature=tensor\(0.5"),
+            ({"top_p": "1"}, "top_p='1'"),
+            ({"top_p": True}, "top_p=True"),
+            ({"top_k": True}, "top_k=True"),
+            ({"seed": False}, "seed=False"),
         ],
     )
     def test_what_means_nothing_is_refused(self, settings: dict[str, Any], message: str) -> None:
@@ -233,6 +242,7 @@ class TestSamplingSettings:
     def test_edges_are_taken(self) -> None:
         Sampling(0.0, 0, 1.0, 0)
         Sampling(1e30, 2**31 - 1, 1e-30, 2**62 - 1)
+        Sampling(np.float32(0.5), np.int64(3), np.float64(0.5), np.uint8(7))
 
 
 @pytest.mark.parametrize("how", [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 3, 0.9)], ids=str)

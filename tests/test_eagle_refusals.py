@@ -93,6 +93,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such stop": ({"stop": [VOCABULARY]}, f"token {VOCABULARY} of its stop tokens"),
     "sampling": ({"sampling": 0.7}, "its sampling is 0.7"),
     "half a new token": ({"max_new_tokens": 8.5}, "max_new_tokens is 8.5"),
+    "no number of tokens": ({"max_new_tokens": True}, "max_new_tokens is True"),
     "phase": ({"graphs": {"prefil": "eager"}}, "graphs={'prefil': 'eager'} names no phase"),
     "way": ({"graphs": "fast"}, "graphs={'draft': 'fast'} names no phase, or no graph mode"),
     "prefill": ({"graphs": {"prefill": "compiled"}}, "this speculator runs prompts 'eager'"),

@@ -44,7 +44,7 @@ _RATES = (
     "above the one before."
 )
 _SAMPLING = {  # field of Sampling -> what it takes
-    "temperature": "pass 0 for greedy, or more.",
+    "temperature": "pass a number: 0 for greedy, or more.",
     "top_k": "pass how many tokens to keep; 0 = all.",
     "top_p": "pass a probability above 0 and up to 1; 1 = all.",
     "seed": "pass a whole number from 0 to 2**62 - 1.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from .errors import SpeculatorError
@@ -106,10 +106,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         valid = {
-            "temperature": 0 <= self.temperature < float("inf"),
-            "top_k": _is_whole(self.top_k, 2**31),
-            "top_p": 0 < self.top_p <= 1,
-            "seed": _is_whole(self.seed, 2**62),
+            "temperature": _is_number(self.temperature) and 0 <= self.temperature < float("inf"),
+            "top_k": is_whole(self.top_k, 0, 2**31),
+            "top_p": _is_number(self.top_p) and 0 < self.top_p <= 1,
+            "seed": is_whole(self.seed, 0, 2**62),
         }
         for name in (name for name, is_valid in valid.items() if not is_valid):
             raise SpeculatorError.bad_sampling(name, getattr(self, name))
@@ -142,8 +142,14 @@ class EngineOptions:
     overlap: bool | None = None
 
 
-def _is_whole(value: Any, end: int) -> bool:
-    return isinstance(value, Integral) and 0 <= int(value) < end
+def _is_number(value: Any) -> bool:
+    """Of Python or NumPy; a bool, which Python calls a number too, is a mistake."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_whole(value: Any, first: int, end: float) -> bool:
+    """Whether it is a whole number from `first` on, and below `end`."""
+    return _is_number(value) and isinstance(value, Integral) and first <= int(value) < end
 
 
 def as_shapes(shapes: Any) -> tuple[DraftShape, ...]:

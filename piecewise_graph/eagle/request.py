@@ -5,11 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 from .errors import SpeculatorError
-from .options import Sampling
+from .options import Sampling, is_whole
 from .statistics import Counts
 
 
@@ -175,7 +174,7 @@ class Request:
             wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
             if wrong is not None:
                 raise SpeculatorError.unknown_token(self.index, wrong, where, vocab_size)
-        if not isinstance(self.max_new_tokens, Integral) or self.max_new_tokens < 1:
+        if not is_whole(self.max_new_tokens, 1, float("inf")):
             raise SpeculatorError.bad_max_new_tokens(self.index, self.max_new_tokens)
         if not isinstance(self.sampling, Sampling):
             raise SpeculatorError.no_sampling(self.index, self.sampling)
