@@ -82,7 +82,7 @@ BUDGETS = {
     "runtime": 1438,
     "inspection": 999,
     "frontend": 1346,
-    "custom_ops": 3737,
+    "custom_ops": 3743,
     "eagle": 3455,
     "integrations": 721,
     "bench": 674,

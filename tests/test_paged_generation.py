@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from paged_generation import Alone, Generator, alone
+from tiny_models import build
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -209,12 +210,11 @@ SMALL = {
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_window_of_the_mask_alone_is_refused(compiled: bool, device: torch.device, no_grad: None) -> None:
-    """Phimoe's mask has its window, and its attention is not told."""
+    """Moshi's configuration has a window, and its attention is not told."""
     pg.register_attention("piecewise-torch", "torch")
-    config = transformers.PhimoeConfig(**SMALL, num_local_experts=2)
-    model = transformers.PhimoeForCausalLM(config).to(device).eval()
+    model = build("moshi", "piecewise-torch").to(device)
     run = pg.compile(model, compiler="eager", capture_sizes=[8]) if compiled else model
-    run.config = config
+    run.config = model.config
     with pytest.raises(Exception, match="sliding window in its mask only"):
         one_request(run, 4, device, use_cache=False)
 

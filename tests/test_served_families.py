@@ -66,9 +66,9 @@ def served(model: Any, prompts: list[list[int]]) -> list[Tensor]:
     return [torch.cat(parts) for parts in found]
 
 
-def error_of(name: str) -> float:
+def error_of(name: str, **overrides: Any) -> float:
     """How far logits are from the model's own without a cache, alone and beside another request."""
-    model, plain = build(name, "piecewise"), build(name)
+    model, plain = build(name, "piecewise", **overrides), build(name, **overrides)
     scale_up(model)
     scale_up(plain)
     chance = random.Random(0)
@@ -107,3 +107,10 @@ def test_a_family_is_right_or_refused_by_name(name: str) -> None:
         assert words in str(refused) and name not in SERVED
     else:
         assert error < 1e-4
+
+
+def test_a_window_that_the_mask_alone_has_is_kept() -> None:
+    """Phi-MoE's attention is not told its window, which is in the masks of all layers."""
+    pg.register_attention()
+    window = min(LENGTHS.values()) - 1
+    assert error_of("phimoe", sliding_window=window) < 1e-4

@@ -28,6 +28,8 @@ _SELF_ATTENDING = frozenset(
         "mpt", "mvp", "rembert", "roformer", "trocr", "xglm",
     }
 )  # fmt: skip
+# model_type of those whose layers all have `config.sliding_window` in their mask, unknown to their attention.
+_WINDOW_IN_MASK = frozenset({"phimoe"})
 # The code of what `and_masks` returns, whatever it joins.
 _JOINED = and_masks(causal_mask_function).__code__
 
@@ -75,7 +77,7 @@ def register_attention(name: str = "piecewise", implementation: str = "auto") ->
             v,
             layer=module.layer_idx,  # type: ignore[arg-type]
             scale=kwargs.get("scaling"),
-            window=kwargs.get("sliding_window"),
+            window=_window(module, kwargs),
             softcap=kwargs.get("softcap"),
             implementation=implementation,
         )
@@ -149,10 +151,18 @@ def _unsupported(
         return "dropout; call model.eval()"
     if getattr(config, "attention_chunk_size", None) is not None:
         return "attention in chunks"
-    if kwargs.get("sliding_window") is None and _is_windowed(module, config):
+    if _window(module, kwargs) is None and _is_windowed(module, config):
         return "a sliding window in its mask only, and not in the call of its attention"
     asked = (feature for name, feature in _UNSUPPORTED.items() if kwargs.get(name) is not None)
     return next(asked, None)
+
+
+def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """What the attention of a layer is told, or would be told if the model did."""
+    config = getattr(module, "config", None)
+    if getattr(config, "model_type", None) in _WINDOW_IN_MASK:
+        return config.sliding_window  # type: ignore[union-attr]
+    return kwargs.get("sliding_window")
 
 
 def _is_windowed(module: nn.Module, config: Any) -> bool:
