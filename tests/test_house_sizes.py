@@ -83,7 +83,7 @@ BUDGETS = {
     "inspection": 999,
     "frontend": 1346,
     "custom_ops": 3743,
-    "eagle": 3455,
+    "eagle": 3505,
     "integrations": 721,
     "bench": 674,
     "cli": 1046,

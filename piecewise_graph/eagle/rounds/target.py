@@ -127,7 +127,11 @@ def check_parts(model: Any) -> None:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-2, atol=1e-3, equal_nan=True)
+    """In norm: sums whose order is left to chance (experts, on a GPU) change single elements by more."""
+    if one.shape != other.shape:
+        return False
+    one, other = (tensor.float().nan_to_num(posinf=0.0, neginf=0.0) for tensor in (one, other))
+    return bool((one - other).norm() <= 0.02 * other.norm())
 
 
 class TargetHead(nn.Module):
@@ -151,7 +155,7 @@ class TargetHead(nn.Module):
         for body in reversed(around):
             path, _, name = path.rpartition(".")
             found = _Around(body, name, found)
-            copied.append((body, dict(body._modules)))
+            copied.append((body, dict(body._modules), _plain_attributes(body)))
         self.model = _replaced(model, {path: found}, copied)
 
     def forward(self, hidden: Tensor) -> Tensor:
