@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import piecewise_graph as pg
 from piecewise_graph.eagle import Speculator, SpeculatorError
 
 PROMPTS = [[3, 5, 7, 9], [2, 4]]
-Change = Callable[[Any], None]
+Change = Callable[[Any], AbstractContextManager[None]]  # of a model, undone at its end
 
 
 class Adapted(nn.Linear):
@@ -29,28 +30,48 @@ class Adapted(nn.Linear):
         return super().forward(x) * sum(self.scales[name] for name in self.active)
 
 
-def attention_scale(model: Any) -> None:
-    model.model.layers[0].self_attn.scaling *= 9
+@contextmanager
+def attention_scale(model: Any) -> Iterator[None]:
+    attention = model.model.layers[0].self_attn
+    attention.scaling, was = attention.scaling * 9, attention.scaling
+    yield
+    attention.scaling = was
 
 
-def activation(model: Any) -> None:
-    model.model.layers[1].mlp.act_fn = nn.Tanh()
+@contextmanager
+def activation(model: Any) -> Iterator[None]:
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn, was = nn.Tanh(), mlp.act_fn
+    yield
+    mlp.act_fn = was
 
 
-def active_adapter(model: Any) -> None:
-    model.model.layers[1].mlp.down_proj.active[:] = ["two"]
+@contextmanager
+def active_adapter(model: Any) -> Iterator[None]:
+    model.model.layers[0].mlp.down_proj.active[:] = ["two"]
+    yield
+    model.model.layers[0].mlp.down_proj.active[:] = ["one"]
 
 
-def one_more_adapter(model: Any) -> None:
-    model.model.layers[1].mlp.down_proj.active.append("two")
+@contextmanager
+def one_more_adapter(model: Any) -> Iterator[None]:
+    model.model.layers[0].mlp.down_proj.active.append("two")
+    yield
+    model.model.layers[0].mlp.down_proj.active.pop()
 
 
-def scale_of_an_adapter(model: Any) -> None:
-    model.model.layers[1].mlp.down_proj.scales["one"] = -2.0
+@contextmanager
+def scale_of_an_adapter(model: Any) -> Iterator[None]:
+    model.model.layers[0].mlp.down_proj.scales["one"] = -2.0
+    yield
+    model.model.layers[0].mlp.down_proj.scales["one"] = 0.5 + 0.5  # another object
 
 
-def hook(model: Any) -> None:
-    model.model.layers[1].mlp.register_forward_hook(lambda *given: -given[-1])
+@contextmanager
+def hook(model: Any) -> Iterator[None]:
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *given: -given[-1])
+    yield
+    handle.remove()
 
 
 CHANGES = {
@@ -64,17 +85,16 @@ CHANGES = {
 
 
 def adapted(attention: str = "piecewise") -> Any:
-    model = small_target(attention, layers=3)
-    mlp = model.model.layers[1].mlp
+    model = small_target(attention)
+    mlp = model.model.layers[0].mlp
     mlp.down_proj = Adapted(mlp.down_proj)
     return model
 
 
-def made(graphs: Any, kind: str = "") -> tuple[Any, Speculator]:
-    target = adapted()
+def made(target: Any, graphs: str, kind: str = "") -> Speculator:
     draft = random_head(target, kind) if kind else None
     asked: dict[str, Any] = {"max_requests": 2, "max_seq_len": 32, "batch_sizes": [2], **QUICK}
-    return target, Speculator(target, draft, shapes=[2 if draft else 0], graphs=graphs, **asked)
+    return Speculator(target, draft, shapes=[2 if draft else 0], graphs=graphs, **asked)
 
 
 def generate(speculator: Speculator) -> list[list[int]]:
@@ -84,55 +104,44 @@ def generate(speculator: Speculator) -> list[list[int]]:
 
 @torch.no_grad()
 def plain(*changes: Change) -> list[list[int]]:
-    model = adapted("sdpa")
-    for change in changes:
-        change(model)
-    return [each.tokens for each in greedy(model, PROMPTS, 6)]
+    with ExitStack() as changed:
+        model = adapted("sdpa")
+        for change in changes:
+            changed.enter_context(change(model))
+        return [each.tokens for each in greedy(model, PROMPTS, 6)]
 
 
-@pytest.mark.parametrize(
-    ("change", "graphs"),
-    [*((change, "piecewise") for change in CHANGES), (active_adapter, "full"), (hook, "full")],
-)
-def test_graphs_refuse_it_until_they_are_dropped(change: Change, graphs: str) -> None:
-    target, speculator = made(graphs)
+@pytest.mark.parametrize("graphs", ["piecewise", "full"])
+def test_graphs_refuse_it_until_it_is_undone_or_they_are_dropped(graphs: str) -> None:
+    target = adapted()
+    speculator = made(target, graphs)
     assert generate(speculator) == plain()
-    change(target)
-    for _ in range(2):
-        with pytest.raises(SpeculatorError, match=CHANGES[change]):
-            generate(speculator)
-    torch._dynamo.reset()
-    assert generate(speculator) == plain(change) != plain()
-
-
-@pytest.mark.parametrize("graphs", ["eager", "compiled"])
-@pytest.mark.parametrize("change", [attention_scale, activation, one_more_adapter])
-def test_other_modes_follow(change: Change, graphs: str) -> None:
-    target, speculator = made(graphs)
+    captured = [pg.counters.snapshot()[name] for name in ("phase_captures", "captures", "traces")]
+    for change, says in CHANGES.items():
+        with change(target):
+            for _ in range(2):
+                with pytest.raises(SpeculatorError, match=says):
+                    generate(speculator)
     assert generate(speculator) == plain()
-    change(target)
-    assert generate(speculator) == plain(change) != plain()
+    assert captured == [pg.counters.snapshot()[name] for name in ("phase_captures", "captures", "traces")]
+    with ExitStack() as changed:
+        for change in CHANGES:
+            changed.enter_context(change(target))
+        torch._dynamo.reset()
+        assert generate(speculator) == plain(*CHANGES) != plain()
 
 
-def test_what_is_changed_back_or_equal_is_no_change() -> None:
-    target, speculator = made("full")
-    found = generate(speculator)
-    captured = pg.counters.snapshot()["phase_captures"], pg.counters.snapshot()["captures"]
-    linear, was = target.model.layers[1].mlp.down_proj, target.model.layers[0].self_attn.scaling
-    attention_scale(target)
-    with pytest.raises(SpeculatorError):
-        generate(speculator)
-    target.model.layers[0].self_attn.scaling = was
-    linear.active, linear.scales = (
-        list(linear.active),
-        {name: 0.5 + x - 0.5 for name, x in linear.scales.items()},
-    )
-    assert generate(speculator) == found
-    assert captured == (pg.counters.snapshot()["phase_captures"], pg.counters.snapshot()["captures"])
+def test_compiled_forwards_follow() -> None:
+    target = adapted()
+    speculator = made(target, "compiled")
+    for change in (attention_scale, activation, one_more_adapter):
+        assert generate(speculator) == plain()
+        with change(target):
+            assert generate(speculator) == plain(change) != plain()
 
 
 def test_a_draft_is_compared_too() -> None:
-    _, speculator = made("full", "eagle1")
+    speculator = made(small_target(), "full", "eagle1")
     generate(speculator)
     resources(speculator).models.draft.layers[0].mlp.act_fn = nn.Tanh()
     with pytest.raises(SpeculatorError, match=r"draft\.layers\.0\.mlp\.act_fn were captured"):
@@ -141,7 +150,7 @@ def test_a_draft_is_compared_too() -> None:
 
 @pytest.mark.parametrize("graphs", ["eager", "full"])
 def test_attributes_of_the_causal_lm_itself_are_read_as_they_are(graphs: str) -> None:
-    target = small_target(layers=3)
+    target = small_target()
     kind = type(target)
 
     class Shifting(kind):  # type: ignore[misc, valid-type]
@@ -153,8 +162,7 @@ def test_attributes_of_the_causal_lm_itself_are_read_as_they_are(graphs: str) ->
             return found
 
     target.__class__, target.shift = Shifting, 0
-    asked: dict[str, Any] = {"max_requests": 2, "max_seq_len": 32, "batch_sizes": [2], **QUICK}
-    speculator = Speculator(target, shapes=[0], graphs=graphs, **asked)
+    speculator = made(target, graphs)
     before = generate(speculator)
     target.shift = 1
     if graphs == "full":
@@ -164,6 +172,4 @@ def test_attributes_of_the_causal_lm_itself_are_read_as_they_are(graphs: str) ->
             generate(speculator)
         torch._dynamo.reset()
     after = generate(speculator)
-    assert [tokens[0] for tokens in after] == [
-        (tokens[0] + 1) % target.config.vocab_size for tokens in before
-    ]
+    assert [tokens[0] for tokens in after] == [(tokens[0] + 1) % target.vocab_size for tokens in before]
