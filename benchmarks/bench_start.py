@@ -63,7 +63,8 @@ def start(shape: str, cache_dir: str, began: str) -> Row:
 
 def started(shape: str, folder: str, byte_code: str) -> Row:
     """`start` in a process of its own, whose caches lie in `folder`."""
-    environment = os.environ | caches_in(Path(folder)) | {"PYTHONPYCACHEPREFIX": byte_code}
+    python = {"PYTHONPYCACHEPREFIX": byte_code, "PYTHONDONTWRITEBYTECODE": ""}
+    environment = os.environ | caches_in(Path(folder)) | python
     command = [sys.executable, "-m", "benchmarks.bench_start", "--child", shape]
     command += [str(Path(folder, "pg")), str(time.time())]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
