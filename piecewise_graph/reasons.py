@@ -30,6 +30,7 @@ REMEDIES = {
     "generate_not_compiled": "leave cache_implementation out; no step of beams or drafts is compiled",
     "grad_enabled": "call it under torch.no_grad() or torch.inference_mode()",
     "grad_enabled_inside": "remove torch.enable_grad() from the model's forward",
+    "lazy_conjugate": "call resolve_conj() or resolve_neg() on it",
     "mixed_devices": "move the part, weights and inputs, to the device of the others",
     "nested_forward": "give the inner model a GraphPool of its own",
     "no_token_dimension": "name the dimension that counts tokens: pg.compile(model, token_dim=...)",

@@ -151,6 +151,7 @@ CASES = {
     "grad_enabled": Case(lambda d: Blocks().to(d), around=lambda d: torch.enable_grad()),
     "grad_enabled_inside": Case(a(grad_inside)),
     # the same on a GPU, where that tensor is on the CPU
+    "lazy_conjugate": Case(a(lambda x: ops.mix(torch.complex(x, x).conj().imag))),
     "mixed_devices": Case(a(scaled_and_written), calls=scalar_changes, hits=2, counts=(3, 4, 5, 6)),
     "mixes_tokens": Case(a(mean_and_views), counts=(3, 3, 4, 4), hits=1, options={"padding": "tried"}),
     "no_padding_proof": Case(a(lambda x: x.flip(0)), counts=(3, 3, 4, 4), hits=1),

@@ -71,13 +71,13 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1319,
+    "beside": 1320,
     "ranks": 394,
     "_torch": 909,
     "kernels": 1236,
-    "splitter": 1378,
+    "splitter": 1381,
     "analysis": 1672,
-    "compiler": 2114,
+    "compiler": 2129,
     "recorder": 1184,
     "runtime": 1438,
     "inspection": 999,

@@ -1,9 +1,10 @@
 """A group of nodes -> the graph of one segment.
 
 Note [Sizes of a segment]
-Arguments of a segment are tensors and size symbols; a size that is derived from symbols is computed in
-it. Inductor knows a symbol where it is an argument or a dimension of one, and nowhere else. What its
-cache stores of an argument that is an expression cannot be evaluated in another trace.
+Arguments of a segment are tensors and size symbols, among them each symbol of a tensor's layout; a size that
+is derived from symbols is computed in it. Torch's caches keep what the code of a graph relies on, but only in
+the symbols that are arguments. Of others they keep nothing, and hand the code to every trace. Nor could what
+they keep of an argument that is an expression be evaluated in another trace.
 """
 
 from __future__ import annotations
@@ -110,10 +111,11 @@ class SegmentBuilder:
         return node
 
     def _bind_symbols(self) -> None:
-        """Symbols that stand in arguments only as parts of derived sizes become arguments."""
+        """Symbols that stand in layouts of arguments become arguments; not those that data decide."""
+        env = _torch.shape_env_of(self.gm)
         specs = [self.specs[outer.slot] for outer in self.inputs if isinstance(outer, Ref)]
         sizes = {size for spec in specs if spec is not None for size in (*spec.shape, *spec.stride)}
-        bound = {size for size in sizes if size.is_Symbol}
+        bound = {size for size in sizes if size.is_Symbol and _torch.size_hint(env, size) is None}
         for symbol in sorted(set().union(*(size.free_symbols for size in sizes)) - bound, key=str):
             self._enter_symbol(symbol)
 
