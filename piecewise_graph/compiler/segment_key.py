@@ -5,7 +5,8 @@ A segment takes its weights as arguments, so two layers whose graphs are equal u
 function. The key holds everything that the compiled code depends on: ops, constants, dtypes, devices,
 layouts, which inputs share storage, ranges of size symbols and conditions on them, and the switches of torch
 that change generated code. Symbols are renamed in order of appearance. Names of nodes, stack traces and the
-values of symbols while tracing are left out.
+values of symbols while tracing are left out. Functions and objects whose name or text another one may have
+stand for themselves: in this process by what they are, and for other processes such a segment has no key.
 
 Note [Conditions that come with code]
 Inductor may rely on conditions on sizes (rows * 4096 < 2**31, so that 32 bits index them). It adds them to
@@ -30,6 +31,7 @@ import platform
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -42,7 +44,7 @@ from torch.fx import GraphModule, Node
 from piecewise_graph import _torch
 
 # Counts up when what is stored, or how segments are compiled, changes.
-FORMAT = 7
+FORMAT = 8
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def accept(conditions: Conditions | None, key: Key, shape_env: Any | None) -> bo
     return True
 
 
+_EXACT = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, Enum)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 _NAMESPACES = ("torch", "operator", "_operator", "math", "builtins")
 
@@ -123,8 +126,16 @@ def _unportable(node: Node) -> str | None:
         return None
     if not isinstance(node.target, _FUNCTIONS):
         return "not_opaque"
-    module = node.target.__module__ or getattr(getattr(node.target, "__self__", None), "__module__", "")
-    return None if str(module).partition(".")[0] in _NAMESPACES else "python_function"
+    return None if _is_of_torch(node.target) else "python_function"
+
+
+def _is_of_torch(target: Any) -> bool:
+    """A function of torch or Python that its name tells from all others: closures share theirs."""
+    wraps = getattr(target, "__closure__", None) or hasattr(target, "__wrapped__")
+    if wraps or not isinstance(target, _FUNCTIONS):
+        return False
+    module = target.__module__ or getattr(getattr(target, "__self__", None), "__module__", "")
+    return str(module).partition(".")[0] in _NAMESPACES
 
 
 def _devices(gm: GraphModule) -> list[torch.device]:
@@ -190,13 +201,15 @@ class _KeyWriter:
         if node.op == "get_attr":
             # Bodies and constants have no structure to compare: equal only where they are one object.
             return f"get_attr {id(getattr(self.gm, str(node.target)))}"
-        return f"{node.op} {_target(node)} {self._operand(node.args)} {self._operand(node.kwargs)}"
+        target = node.target if isinstance(node.target, str) else _named(node.target)
+        return f"{node.op} {target} {self._operand(node.args)} {self._operand(node.kwargs)}"
 
     def _tensor(self, value: Tensor) -> str:
         storage = self.storages.setdefault(_torch.storage_id(value), len(self.storages))
         layout = [self._operand(list(part)) for part in (value.shape, value.stride())]
         offset = self._operand(value.storage_offset())
-        kind = f"{type(value).__name__} {value.dtype} {value.device} {value.requires_grad}"
+        bits = value.requires_grad, value.is_conj(), value.is_neg()
+        kind = f"{type(value).__name__} {value.dtype} {value.device} {bits}"
         return f"{kind} {layout} {offset} s{storage}"
 
     def _operand(self, value: Any) -> str:
@@ -212,7 +225,9 @@ class _KeyWriter:
             return f"{type(value).__name__}[" + ", ".join(map(self._operand, value)) + "]"
         if isinstance(value, slice):
             return f"slice{self._operand((value.start, value.stop, value.step))}"
-        return f"{type(value).__name__}:{value!r}"
+        if value is None or value is ... or isinstance(value, _EXACT):
+            return f"{type(value).__name__}:{value!r}"
+        return _identity(value)
 
     def _expression(self, expr: sympy.Expr) -> str:
         for symbol in sorted(expr.free_symbols, key=str):
@@ -239,11 +254,19 @@ class _KeyWriter:
                 yield f"{name} {None if hint is None else (hint - 1).bit_length()}"
 
 
-def _target(node: Node) -> str:
-    if isinstance(node.target, str):
-        return node.target
-    names = [getattr(node.target, name, "") for name in ("__module__", "__qualname__")]
-    return f"{names} {node.target}".split(" at 0x")[0]
+def _named(target: Any) -> str:
+    """Ops and functions of torch by name; others, which may share a name, by what they are."""
+    names = [getattr(target, name, "") for name in ("__module__", "__qualname__")]
+    if _torch.op_schemas(target) is not None or _is_of_torch(target):
+        return f"{names} {target}".split(" at 0x")[0]
+    return _identity(target)
+
+
+def _identity(value: Any) -> str:
+    """Of an object that its text may not tell from another. The stored segment's graph keeps it alive."""
+    if isinstance(value, types.MethodType):  # made anew each time that it is asked for
+        return f"{_identity(value.__self__)}.{_identity(value.__func__)}"
+    return f"{type(value).__qualname__} at {id(value):#x}"
 
 
 def _switches() -> tuple[Any, ...]:
