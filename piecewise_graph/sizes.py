@@ -300,7 +300,7 @@ def relaxed_range(bounds: Range) -> Range:
     """Let a range that starts at 2 only because torch assumes so start at 1.
 
     For the token count, which pg.compile checks at one token, and for every size of a model that is trusted.
-    Another size that is 1 has a trace of its own.
+    Another size that is 1 has a trace of its own. A range of 2 alone was found while compiling, and stays.
     """
     low, high = bounds
     return (1, high) if low == 2 != high else bounds

@@ -104,7 +104,9 @@ def test_code_made_at_two_tokens_serves_no_other_count(
 @pytest.mark.parametrize(
     "counts", [((3, 2), (2, 3), (7, 5)), ((5, 5), (7, 3), (4, 4), (2, 2), (9, 2))], ids=str
 )
-def test_nor_does_code_made_where_one_of_two_sizes_is_two(counts: tuple[tuple[int, int], ...]) -> None:
+def test_code_made_where_one_of_two_sizes_is_two_serves_no_others(
+    counts: tuple[tuple[int, int], ...],
+) -> None:
     fast = torch.compile(shifted_pair, backend="piecewise", dynamic=True, options={"compiler": "aot_eager"})
     for tokens, before in counts:
         x, past = rows(tokens, torch.device("cpu")), torch.ones(before, WIDTH)

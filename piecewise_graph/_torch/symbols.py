@@ -18,7 +18,7 @@ from piecewise_graph._torch.graphs import example_value, source_text
 
 def shape_env_of(gm: GraphModule) -> Any | None:
     """The ShapeEnv of the graph's fake tensors and sizes; None for a graph that has neither."""
-    values = [example_value(node) for node in gm.graph.nodes]
+    values = (example_value(node) for node in gm.graph.nodes)
     owners = (getattr(value, "fake_mode", getattr(value, "node", None)) for value in values)
     return next(filter(None, (getattr(owner, "shape_env", None) for owner in owners)), None)
 
@@ -33,7 +33,7 @@ def shape_guards(shape_env: Any) -> tuple[sympy.Basic, ...]:
 
 
 def guards_since(shape_env: Any, given: int) -> list[sympy.Basic]:
-    """What the trace relies on beyond its first `given` guards, in the sizes that stood in shapes then."""
+    """What the trace relies on beyond its first `given` guards, in the symbols of the time of each."""
     return [guard.expr for guard in shape_env.guards[given:]]
 
 

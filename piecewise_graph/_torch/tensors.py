@@ -40,8 +40,8 @@ def as_while_tracing() -> Iterator[None]:
     """Surround work on a graph in the middle of a call, as `functions_while_tracing` does.
 
     Dynamo traces outside of inference mode, whatever the caller is in. Inside of it, ops that are made of
-    others (dropout) are not taken apart, and none is known to have been a copy. Other threads' traces wait:
-    who traces a graph has switches that are one for the process.
+    others (dropout) are not taken apart, and none is known to have been a copy. It holds Dynamo's lock,
+    because tracing sets switches of the whole process.
     """
     from torch._dynamo.convert_frame import compile_lock
 

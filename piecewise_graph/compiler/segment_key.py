@@ -28,6 +28,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import platform
+import sys
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -113,7 +114,20 @@ def accept(conditions: Conditions | None, key: Key, shape_env: Any | None) -> bo
     return True
 
 
-_EXACT = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, Enum)
+_EXACT = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    Enum,
+)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 _NAMESPACES = ("torch", "operator", "_operator", "math", "builtins")
 
@@ -130,12 +144,16 @@ def _unportable(node: Node) -> str | None:
 
 
 def _is_of_torch(target: Any) -> bool:
-    """A function of torch or Python that its name tells from all others: closures share theirs."""
-    wraps = getattr(target, "__closure__", None) or hasattr(target, "__wrapped__")
-    if wraps or not isinstance(target, _FUNCTIONS):
+    """A function of torch or Python that its name leads back to: closures share theirs."""
+    if not isinstance(target, _FUNCTIONS):
         return False
-    module = target.__module__ or getattr(getattr(target, "__self__", None), "__module__", "")
-    return str(module).partition(".")[0] in _NAMESPACES
+    owner = getattr(target, "__objclass__", getattr(target, "__self__", None))
+    module = str(getattr(target, "__module__", None) or getattr(owner, "__module__", ""))
+    if module.partition(".")[0] not in _NAMESPACES:
+        return False
+    if isinstance(target, types.BuiltinFunctionType):
+        return True
+    return getattr(owner or sys.modules.get(module), target.__name__, None) is target
 
 
 def _devices(gm: GraphModule) -> list[torch.device]:
@@ -256,7 +274,7 @@ class _KeyWriter:
 
 def _named(target: Any) -> str:
     """Ops and functions of torch by name; others, which may share a name, by what they are."""
-    names = [getattr(target, name, "") for name in ("__module__", "__qualname__")]
+    names = [getattr(target, name, "") for name in ("__module__", "__name__", "__qualname__")]
     if _torch.op_schemas(target) is not None or _is_of_torch(target):
         return f"{names} {target}".split(" at 0x")[0]
     return _identity(target)

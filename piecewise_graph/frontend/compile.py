@@ -183,7 +183,7 @@ class CompiledModel:
     def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> Any:
         """Ask each trace in turn; a miss has no effect, because it is raised before anything ran."""
         miss: ShapeMiss | None = None
-        for index, trace in enumerate(traces := self._traces):
+        for index, trace in enumerate(self._traces):
             try:
                 result = self._call(trace, args, kwargs)
             except ShapeMiss as error:
@@ -192,7 +192,7 @@ class CompiledModel:
                 miss = error
                 continue
             if index:  # who answered is asked first next time
-                self._traces = (trace, *traces[:index], *traces[index + 1 :])
+                self._traces = (trace, *(other for other in self._traces if other is not trace))
             return result
         assert miss is not None
         return self._answer_anew(miss, args, kwargs, count)

@@ -111,12 +111,15 @@ class SegmentBuilder:
         return node
 
     def _bind_symbols(self) -> None:
-        """Symbols that stand in layouts of arguments become arguments; not those that data decide."""
+        """Symbols that stand in layouts of arguments become arguments.
+
+        Not a dimension that data decide: no code has conditions on it, and no call tells it beforehand.
+        """
         env = _torch.shape_env_of(self.gm)
         specs = [self.specs[outer.slot] for outer in self.inputs if isinstance(outer, Ref)]
         sizes = {size for spec in specs if spec is not None for size in (*spec.shape, *spec.stride)}
-        bound = {size for size in sizes if size.is_Symbol and _torch.size_hint(env, size) is None}
-        for symbol in sorted(set().union(*(size.free_symbols for size in sizes)) - bound, key=str):
+        unknown = {size for size in sizes if size.is_Symbol and _torch.size_hint(env, size) is None}
+        for symbol in sorted(set().union(*(size.free_symbols for size in sizes)) - unknown, key=str):
             self._enter_symbol(symbol)
 
     def _placeholder(self, name: str) -> Node:
