@@ -3,10 +3,10 @@
     python -m benchmarks.bench_start
 
 Each start is a process of its own. The first has empty caches (Inductor's, Triton's and `cache_dir`), the
-second those that the first has left. Neither is the first process on the machine: one that is not counted has
-left the byte code of what all import, which is missing on a machine whose packages were copied. Imports, from
-the start of the process, and random weights are shown apart. `beside` is the most memory on the device that
-was in use, beyond what is in use when it is ready.
+second those that the first has left. Neither is the first process on the machine: two that are not counted
+have left the byte code of what all import, which is missing on a machine whose packages were copied. Imports,
+from the start of the process, and random weights are shown apart. `beside` is the most memory on the device
+that was in use, beyond what is in use when it is ready.
 """
 
 from __future__ import annotations

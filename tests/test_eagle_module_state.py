@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from eagle_cases import QUICK, greedy, random_head, resources, small_target
 from torch import Tensor, nn
 
 import piecewise_graph as pg
+from piecewise_graph.custom_ops.errors import AttentionError
 from piecewise_graph.eagle import Speculator, SpeculatorError
 
 PROMPTS = [[3, 5, 7, 9], [2, 4]]
@@ -25,9 +27,10 @@ class Adapted(nn.Linear):
         super().__init__(base.in_features, base.out_features, bias=False)
         self.weight = base.weight
         self.active, self.scales = ["one"], {"one": 1.0, "two": -3.0}
+        self.after = partial(torch.mul, torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * sum(self.scales[name] for name in self.active)
+        return self.after(super().forward(x) * sum(self.scales[name] for name in self.active))
 
 
 @contextmanager
@@ -68,6 +71,14 @@ def scale_of_an_adapter(model: Any) -> Iterator[None]:
 
 
 @contextmanager
+def arguments_of_a_function(model: Any) -> Iterator[None]:
+    linear = model.model.layers[0].mlp.down_proj
+    linear.after, was = partial(torch.mul, torch.tensor(-2.0)), linear.after
+    yield
+    linear.after = was
+
+
+@contextmanager
 def hook(model: Any) -> Iterator[None]:
     handle = model.model.layers[0].mlp.register_forward_hook(lambda *given: -given[-1])
     yield
@@ -80,6 +91,7 @@ CHANGES = {
     active_adapter: r"down_proj were captured with active = \['one'\]; it is \['two'\] now",
     one_more_adapter: r"it is \['one', 'two'\] now",
     scale_of_an_adapter: "down_proj were captured with scales = .*-2.0",
+    arguments_of_a_function: "down_proj were captured with after = ",
     hook: "mlp were captured with _forward_hooks = ",
 }
 
@@ -173,3 +185,17 @@ def test_attributes_of_the_causal_lm_itself_are_read_as_they_are(graphs: str) ->
         torch._dynamo.reset()
     after = generate(speculator)
     assert [tokens[0] for tokens in after] == [(tokens[0] + 1) % target.vocab_size for tokens in before]
+
+
+def test_what_a_call_leaves_behind_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks of transformers that do nothing, and what a head held while it failed."""
+    target = small_target()
+    speculator = made(target, "full")
+    found = generate(speculator)
+    with torch.no_grad(), pytest.raises(AttentionError, match="batch"):
+        target(torch.tensor(PROMPTS[:1]), output_hidden_states=True)
+    head = resources(speculator).target.head
+    with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="out of memory"):
+        failing.setattr(nn.Linear, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        head(torch.zeros(1, target.config.hidden_size, device=target.device))
+    assert generate(speculator) == found

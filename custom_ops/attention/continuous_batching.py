@@ -55,8 +55,8 @@ _PAGED = frozenset(
 def continuous_batching(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
     """A model whose `generate_batch` and `init_continuous_batching` run on graphs.
 
-    It shares its weights with `model`, which stays as it is. One eager forward over three tokens shows
-    whether it can be served.
+    It shares its weights with `model`, which stays as it is. Eager forwards over three tokens show whether it
+    can be served.
 
     Args:
         model: a causal LM of transformers, loaded with the name that `register_attention` registered.
@@ -64,7 +64,9 @@ def continuous_batching(model: PreTrainedModel, **options: Any) -> PreTrainedMod
 
     Raises:
         AttentionError: the model has another attention, layers with a sliding window, layers that do not call
-            our attention exactly once, or no body apart from its head that its forward calls.
+            our attention exactly once, keys of other heads than its configuration says, or no body apart from
+            its head that its forward calls.
+        CacheError: the configuration names no sizes of heads.
     """
     name = model.config._attn_implementation
     if not is_ours(name):
@@ -165,7 +167,8 @@ def _check_length(model: Any, prompt: int, new: int | None, settings: Any) -> No
     """Refuse a prompt of so many tokens, and new ones, together beyond what the RoPE of `model` allows.
 
     Args:
-        new: what the call asks for; None = what the generation config `settings` says.
+        new: what the call asks for; None = what the generation config `settings` says. Where that is None
+            too, transformers sets no limit: then the prompt alone is checked here, and the rest in each step.
     """
     new = settings.max_new_tokens if new is None else new
     tokens = prompt + (new or 1) - 1  # nothing attends to the last one

@@ -77,13 +77,13 @@ def check_positions(limit: int | None, tokens: int) -> None:
 def check_model(model: Any) -> None:
     """Refuse a causal LM in which tokens meet outside of our attention, or more often than once per layer.
 
-    So is one whose keys are of other heads than its configuration says, which caches are made by.
+    Refuse also a model whose keys have other heads than its configuration says: caches are made by that.
 
-    It runs one eager forward over three tokens, see Note [What a trial shows]. A tensor-parallel model is not
-    run: see `is_sharded`.
+    It runs one or two eager forwards over three tokens, see Note [What a trial shows]. A tensor-parallel
+    model is not run: see `is_sharded`.
 
     Raises:
-        AttentionError: they do, or are.
+        AttentionError: it is such a model.
         CacheError: the configuration names no sizes of heads.
     """
     name = type(model).__name__
@@ -113,7 +113,7 @@ def _has_nan(rows: Tensor | None) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether it is tensor parallel: a rank may have a part of a KV head, which has no eager forward."""
+    """Whether it is tensor parallel: our op cannot run eagerly on a part of a KV head, as a rank may have."""
     return any(hasattr(weight, "to_local") for weight in model.parameters())
 
 

@@ -158,7 +158,7 @@ def _unsupported(
 
 
 def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """What the attention of a layer is told, or would be told if the model did."""
+    """The window of a layer: what its attention is told, or of `_WINDOW_IN_MASK` the configuration's."""
     config = getattr(module, "config", None)
     if getattr(config, "model_type", None) in _WINDOW_IN_MASK:
         return config.sliding_window  # type: ignore[union-attr]

@@ -194,7 +194,7 @@ class SpeculatorError(PiecewiseError, ValueError):
         "serve at least one request at a time.",
     )
     changed = _Message(
-        "graphs of {module} were captured with {attribute} = {was!r}; it is {found!r} now, and a replay "
+        "graphs of {module} were captured with {attribute} = {was}; it is {found} now, and a replay "
         "would go on with what it was.",
         "change it back, or call torch._dynamo.reset(), so that the next calls trace and capture again.",
     )

@@ -10,8 +10,11 @@ such as a configuration, the class alone is compared.
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -23,12 +26,15 @@ from ..errors import SpeculatorError
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # tables of weights, submodules and hooks
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+# transformers leaves hooks behind that do nothing until a caller asks for hidden states or attentions.
+_INERT = "transformers.utils.output_capturing"
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _CONSTANTS = (
-    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
-    type, FunctionType, BuiltinFunctionType, MethodType,
+    bool, int, float, complex, str, bytes, range, slice, type(None), Enum, torch.dtype, torch.device,
+    torch.layout, type, FunctionType, BuiltinFunctionType, MethodType,
 )  # fmt: skip
 _CLASS = "its class"
+_MISSING = object()
 _DEPTH = 4  # of containers in containers
 
 
@@ -78,16 +84,18 @@ class ModuleState:
         Raises:
             SpeculatorError: something has another value now.
         """
-        found, missing = dict(_described(model)), "nothing"
+        found, missing = dict(_described(model)), _MISSING
         added = (key for key in found if key not in self.described and _defines(model, *key))
         for key in [*self.described, *added]:
             was, now = self.described.get(key, missing), found.get(key, missing)
             if was != now:
-                raise SpeculatorError.changed(".".join(filter(None, (name, key[0]))), key[1], was, now)
+                module = ".".join(filter(None, (name, key[0])))
+                raise SpeculatorError.changed(module, key[1], *map(_text, (was, now)))
 
 
 def _names(module: nn.Module) -> list[str]:
-    return [name for name in vars(module) if name not in _OF_MODULES]
+    left_out = (*_OF_MODULES, *getattr(type(module), "SCRATCH", ()))
+    return [name for name in vars(module) if name not in left_out]
 
 
 def _containers(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
@@ -110,7 +118,7 @@ def _described(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
     for path, module in model.named_modules():
         yield (path, _CLASS), type(module)
         for kind in _HOOKS:
-            yield (path, kind), [*vars(module)[kind].values()]
+            yield (path, kind), [f for f in vars(module)[kind].values() if _module_of(f) != _INERT]
         for name in _names(module):
             yield (path, name), _copied(vars(module)[name])
 
@@ -120,12 +128,22 @@ def _defines(model: nn.Module, path: str, name: str) -> bool:
     return name == _CLASS or hasattr(type(model.get_submodule(path)), name)
 
 
+def _module_of(function: Any) -> str | None:
+    return getattr(function, "__module__", None)
+
+
+def _text(value: Any) -> str:
+    return "nothing" if value is _MISSING else reprlib.repr(value)
+
+
 def _copied(value: Any, depth: int = _DEPTH) -> Any:
     """What is compared of a value, as it is now."""
     if isinstance(value, _CONSTANTS):
         return value if value == value else "nan"
-    if isinstance(value, Tensor):
-        return id(value)  # `contents` keeps it alive
+    if isinstance(value, (Tensor, nn.Module)):
+        return type(value), id(value)  # `contents` keeps it alive
+    if isinstance(value, partial):
+        return value.func, _copied(value.args), _copied(value.keywords)
     if not depth or not isinstance(value, _CONTAINERS):
         return type(value)
     if isinstance(value, dict):

@@ -7,6 +7,7 @@ called apart from the decoder, on the rows that are asked for.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,29 @@ from piecewise_graph.custom_ops.attention.served_models import is_sharded, trial
 
 from ..errors import SpeculatorError
 
-# What was copied, with the children and the plain attributes that it had then.
-_Copied = list[tuple[nn.Module, dict[str, nn.Module | None], dict[str, Any]]]
+
+@dataclass(frozen=True)
+class _Copied:
+    """A module that was copied, with its children then, and the plain attributes that are to be followed."""
+
+    module: nn.Module
+    children: dict[str, nn.Module | None]
+    attributes: dict[str, Any] | None
+    size: int
+
+    @classmethod
+    def of(cls, module: nn.Module, *, attributes: bool) -> _Copied:
+        held = _plain_attributes(module) if attributes else None
+        return cls(module, dict(module._modules), held, len(vars(module)))
+
+    @property
+    def is_current(self) -> bool:
+        """The module holds the same. Quick: it is asked in each step."""
+        now, held = vars(self.module), self.attributes
+        if held is None or self.module._modules != self.children:
+            return self.module._modules == self.children
+        same_names = len(now) == self.size or _plain_attributes(self.module).keys() == held.keys()
+        return same_names and all(map(operator.is_, map(now.get, held), held.values()))
 
 
 class TargetModel(nn.Module):
@@ -46,7 +68,7 @@ class TargetModel(nn.Module):
         super().__init__()
         self._source = (model,)  # in a tuple, because it is no submodule
         self._feature_layers = tuple(feature_layers or ())
-        self._copied: _Copied = []
+        self._copied: list[_Copied] = []
         self.decoder, self.taps = _tapped(model, self._feature_layers, self._copied)
         self.head = TargetHead(model, self._copied)
         self.config = model.config.get_text_config()
@@ -58,6 +80,8 @@ class TargetModel(nn.Module):
     def follow(self) -> bool:
         """Copy anew where the caller's model has other modules now, such as another lm_head, or attributes.
 
+        Attributes of the modules that were copied count, unless they begin with an underscore.
+
         Quick where it has not: it is done per step.
 
         Returns:
@@ -66,9 +90,9 @@ class TargetModel(nn.Module):
         Raises:
             SpeculatorError: the model has no such layer any more, or no decoder of its own.
         """
-        if all(_is_as_copied(*copied) for copied in self._copied):
+        if all(copied.is_current for copied in self._copied):
             return False
-        model, copied = self._source[0], _Copied()
+        model, copied = self._source[0], list[_Copied]()
         decoder, taps = _tapped(model, self._feature_layers, copied)
         self.head.take(model, copied)
         self.decoder, self.taps, self._copied = decoder, taps, copied
@@ -123,7 +147,8 @@ def check_parts(model: Any) -> None:
     wanted = [whole.logits[0], *(x for call in calls for x in (call.q, call.k, call.v))]
     parts = [logits, *(x for call in found for x in (call.q, call.k, call.v))]
     if len(parts) != len(wanted) or not all(map(_equal, parts, wanted)):
-        raise SpeculatorError.no_parts(type(model).__name__, "they compute something else")
+        why = "it is in training mode: call eval()" if model.training else "they compute something else"
+        raise SpeculatorError.no_parts(type(model).__name__, why)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -142,11 +167,11 @@ class TargetHead(nn.Module):
     left out, see `check_parts`.
     """
 
-    def __init__(self, model: Any, copied: _Copied) -> None:
+    def __init__(self, model: Any, copied: list[_Copied]) -> None:
         super().__init__()
         self.take(model, copied)
 
-    def take(self, model: Any, copied: _Copied) -> None:
+    def take(self, model: Any, copied: list[_Copied]) -> None:
         """Take the model as it is now."""
         decoder = _decoder_of(model)
         path, around = _path_to(model, decoder), _around(model, decoder)
@@ -155,7 +180,7 @@ class TargetHead(nn.Module):
         for body in reversed(around):
             path, _, name = path.rpartition(".")
             found = _Around(body, name, found)
-            copied.append((body, dict(body._modules), _plain_attributes(body)))
+            copied.append(_Copied.of(body, attributes=False))  # nothing of it runs
         self.model = _replaced(model, {path: found}, copied)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -169,6 +194,8 @@ class TargetHead(nn.Module):
 
 class _Given(nn.Module):
     """In a decoder's place: its last hidden state is given."""
+
+    SCRATCH = ("hidden",)  # of one call: no graph takes it for granted
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
@@ -212,6 +239,8 @@ class _Decoded(ModelOutput):
 class _Tap(nn.Module):
     """Wraps a module and keeps the first argument of its latest call."""
 
+    SCRATCH = ("seen",)
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.__dict__.update(_plain_attributes(inner))
@@ -231,15 +260,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "forward"}
 
 
-def _is_as_copied(
-    module: nn.Module, children: dict[str, nn.Module | None], attributes: dict[str, Any]
-) -> bool:
-    now = _plain_attributes(module)
-    same = len(now) == len(attributes) and all(now.get(name) is x for name, x in attributes.items())
-    return same and module._modules == children
-
-
-def _tapped(model: Any, layers: Sequence[int], copied: _Copied) -> tuple[Any, list[_Tap]]:
+def _tapped(model: Any, layers: Sequence[int], copied: list[_Copied]) -> tuple[Any, list[_Tap]]:
     """(the decoder with taps, the taps in order); every module that does not hold a tap is shared."""
     decoder = _decoder_of(model)
     if not layers:
@@ -286,9 +307,9 @@ def _path_to(model: nn.Module, wanted: nn.Module) -> str:
     return next(path for path, module in model.named_modules() if module is wanted)
 
 
-def _replaced(model: nn.Module, others: dict[str, Any], copied: _Copied) -> Any:
+def _replaced(model: nn.Module, others: dict[str, Any], copied: list[_Copied]) -> Any:
     """`model` with other modules at some paths; those above are shallow copies, and added to `copied`."""
-    copied.append((model, dict(model._modules), _plain_attributes(model)))
+    copied.append(_Copied.of(model, attributes=True))
     made = copy.copy(model)
     made._modules = dict(model._modules)
     vars(made).pop("forward", None)  # one of its own would run the original with the original's parts

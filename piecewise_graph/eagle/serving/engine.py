@@ -108,6 +108,7 @@ class Engine:
             SpeculatorError: it can never be served, or another engine of the speculator has requests.
             CacheError: it needs more pages than there are.
             AddressMovedError: a weight moved since the graphs that read it were captured.
+            SpeculatorError: so did what a module holds beside weights, see `rounds/module_state.py`.
         """
         request = self.make_request(prompt, max_new_tokens, sampling, stop, on_tokens)
         self._resources.weights.check()
