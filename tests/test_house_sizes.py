@@ -77,7 +77,7 @@ BUDGETS = {
     "kernels": 1236,
     "splitter": 1381,
     "analysis": 1672,
-    "compiler": 2147,
+    "compiler": 2136,
     "recorder": 1184,
     "runtime": 1438,
     "inspection": 999,

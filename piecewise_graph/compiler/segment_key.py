@@ -114,20 +114,11 @@ def accept(conditions: Conditions | None, key: Key, shape_env: Any | None) -> bo
     return True
 
 
+# Types whose text is their whole value.
 _EXACT = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    range,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    Enum,
-)
+    bool, int, float, complex, str, bytes, range, Enum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 _NAMESPACES = ("torch", "operator", "_operator", "math", "builtins")
 
@@ -226,8 +217,7 @@ class _KeyWriter:
         storage = self.storages.setdefault(_torch.storage_id(value), len(self.storages))
         layout = [self._operand(list(part)) for part in (value.shape, value.stride())]
         offset = self._operand(value.storage_offset())
-        bits = value.requires_grad, value.is_conj(), value.is_neg()
-        kind = f"{type(value).__name__} {value.dtype} {value.device} {bits}"
+        kind = f"{type(value).__name__} {value.dtype} {value.device} {value.requires_grad}"
         return f"{kind} {layout} {offset} s{storage}"
 
     def _operand(self, value: Any) -> str:

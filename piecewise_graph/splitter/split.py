@@ -214,7 +214,7 @@ class _Lowering:
 
     def _add_slot(self, node: Node, value: Any) -> int:
         is_tensor = isinstance(value, Tensor)
-        if is_tensor and (value.is_conj() or value.is_neg()):  # a copy would be what it stands for
+        if is_tensor and (value.is_conj() or value.is_neg()):  # a copy of it has no such bit
             raise Unsplittable("lazy_conjugate")
         self.slots[node] = len(self.specs)
         self.specs.append(TensorSpec.of(value) if is_tensor else None)

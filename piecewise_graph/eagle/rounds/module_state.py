@@ -84,10 +84,10 @@ class ModuleState:
         Raises:
             SpeculatorError: something has another value now.
         """
-        found, missing = dict(_described(model)), _MISSING
+        found = dict(_described(model))
         added = (key for key in found if key not in self.described and _defines(model, *key))
         for key in [*self.described, *added]:
-            was, now = self.described.get(key, missing), found.get(key, missing)
+            was, now = self.described.get(key, _MISSING), found.get(key, _MISSING)
             if was != now:
                 module = ".".join(filter(None, (name, key[0])))
                 raise SpeculatorError.changed(module, key[1], *map(_text, (was, now)))
@@ -118,7 +118,8 @@ def _described(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
     for path, module in model.named_modules():
         yield (path, _CLASS), type(module)
         for kind in _HOOKS:
-            yield (path, kind), [f for f in vars(module)[kind].values() if _module_of(f) != _INERT]
+            hooks = vars(module)[kind].values()
+            yield (path, kind), [hook for hook in hooks if getattr(hook, "__module__", None) != _INERT]
         for name in _names(module):
             yield (path, name), _copied(vars(module)[name])
 
@@ -126,10 +127,6 @@ def _described(model: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
 def _defines(model: nn.Module, path: str, name: str) -> bool:
     """A class defines this attribute; of a module that was added, the class itself is one that counts."""
     return name == _CLASS or hasattr(type(model.get_submodule(path)), name)
-
-
-def _module_of(function: Any) -> str | None:
-    return getattr(function, "__module__", None)
 
 
 def _text(value: Any) -> str:

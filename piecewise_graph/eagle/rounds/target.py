@@ -39,8 +39,9 @@ class _Copied:
     def is_current(self) -> bool:
         """The module holds the same. Quick: it is asked in each step."""
         now, held = vars(self.module), self.attributes
-        if held is None or self.module._modules != self.children:
-            return self.module._modules == self.children
+        same_children = self.module._modules == self.children
+        if held is None or not same_children:
+            return same_children
         same_names = len(now) == self.size or _plain_attributes(self.module).keys() == held.keys()
         return same_names and all(map(operator.is_, map(now.get, held), held.values()))
 
