@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
-from toys import Blocks, assert_same, compiled, rows
+from toys import Blocks, assert_same, compiled, ops, rows
 from transformers.modeling_outputs import BaseModelOutput
 
 import piecewise_graph as pg
@@ -173,3 +173,33 @@ def test_what_a_wrong_promise_costs(option: str, factor: int, device: torch.devi
     fast(rows(3, device))
     x = rows(1, device)
     assert_same(fast(x), x * factor)
+
+
+WRITTEN: dict[str, Any] = {
+    "contiguous": lambda y: y.view(-1, 2, 4).transpose(0, 1).contiguous(),
+    "reshape": lambda y: y.view(-1, 2, 4).transpose(0, 1).reshape(-1),
+    "flatten": lambda y: y.view(-1, 2, 4).transpose(0, 1).flatten(),
+    "expanded": lambda y: y[:1].expand(y.shape[0], -1).contiguous(),
+    "memory format": lambda y: y.view(1, -1, 2, 4).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "compiler", "by"), [("traced", "eager", "torch"), ("trusted", "aot_eager", "an op")]
+)
+@pytest.mark.parametrize("copied", WRITTEN.values(), ids=WRITTEN)
+def test_what_is_copied_of_several_rows_is_no_copy_of_one(
+    copied: Any, by: str, compiler: str, option: str, device: torch.device
+) -> None:
+    """It is written then, and read by its first name."""
+
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        made = copied(y)
+        made.mul_(0.5) if by == "torch" else ops.halve(made)
+        return ops.mix(y) + y
+
+    fast = compiled(model, compiler=compiler, one_token=option)
+    for count in (5, 1, 1, 3, 1):
+        x = rows(count, device)
+        assert_same(fast(x), model(x))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from piecewise_graph import _torch
 from piecewise_graph.compiler.blocked import blocked
@@ -19,6 +19,13 @@ from piecewise_graph.compiler.program import Program
 from piecewise_graph.compiler.prove_padding import Unproved, prove_padding
 from piecewise_graph.compiler.segments import CompiledSegment, compile_split
 from piecewise_graph.compiler.specialize import specialized
+from piecewise_graph.compiler.view_or_copy import (
+    Writes,
+    copies_several_rows,
+    decided_by_strides,
+    writes_a_dropout,
+    writes_of,
+)
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import LeakWarning
 from piecewise_graph.ranks.exchange import ALONE, Ranks
@@ -31,18 +38,12 @@ from piecewise_graph.splitter.split import Unsplittable
 from piecewise_graph.splitter.split_graph import Ref, SegmentStep, SplitGraph, references
 from piecewise_graph.splitter.splitting_ops import (
     bind_arguments,
-    called_name,
     changes_shape_in_place,
     compile_ops_ahead,
     written_arguments,
-    written_operands,
 )
 
 log = logging.getLogger(__name__)
-
-Writes = Sequence[tuple[Node, Node]]  # (an in-place call, what it may write)
-
-_VIEW_OR_COPY = frozenset({"contiguous", "flatten", "ravel", "reshape", "reshape_as"})
 
 
 def build_program(
@@ -60,7 +61,7 @@ def build_program(
         compiled: structures by key, shared by the traces of one model; grows here.
         ranks: the processes that run the trace together.
     """
-    writes = [(node, operand) for node in gm.graph.nodes for operand in written_operands(node)]
+    writes = writes_of(gm)
     reason = _keeps_whole(gm, example_inputs, writes)
     if reason is not None:
         return reason
@@ -68,7 +69,7 @@ def build_program(
     asked = _torch.layout_questions()
     steered = "storage_offset" in asked or _torch.is_behind_a_break()
     is_whole = _torch.takes_all_sizes(gm) and not steered
-    by_layout = bool(asked) or any(_is_written_view_or_copy(node, writes) for node in gm.graph.nodes)
+    by_layout = bool(asked) or decided_by_strides(gm, writes)
     merged, merge = merge_linears(gm, example_inputs) if config.merge_linears else (gm, Merge())
     try:
         traced = with_attention_inside(merged)
@@ -110,7 +111,10 @@ def compiled_fields(
     writes = writes_arguments(graph, segments)
     trusted = config.one_token == "trusted"
     compared = frozenset(dict(graph.activations)) if writes else compared
-    contract = contract_of(traced, graph, is_whole, compared=compared, any_size_may_be_one=trusted)
+    one_row = not copies_several_rows(traced, writes_of(traced))
+    contract = contract_of(
+        traced, graph, is_whole, compared=compared, one_row=one_row, any_size_may_be_one=trusted
+    )
     return {
         "traced": traced,
         "split": graph,
@@ -165,41 +169,12 @@ def _keeps_whole(gm: GraphModule, example_inputs: Sequence[Any], writes: Writes)
         return "grad_enabled_inside"
     if not all(map(_torch.is_plain_tensor, tensors)):
         return "tensor_subclass"
-    # Dropout in eval mode, traced as a copy, returns its argument, which what is written to it reaches.
-    dropouts = filter(_may_return_its_argument, gm.graph.nodes)
-    if any(_is_written_after(node, node, writes) for node in dropouts):
+    if writes_a_dropout(gm, writes):
         return "writes_an_input"
     if any(map(changes_shape_in_place, gm.graph.nodes)):
         return "changes_a_shape_in_place"
     kinds = {x.device.type for x in tensors if torch.amp.is_autocast_available(x.device.type)}
     return "autocast" if any(map(torch.is_autocast_enabled, kinds)) else None
-
-
-def _may_return_its_argument(node: Node) -> bool:
-    name = called_name(node).rpartition("::")[2]
-    return "dropout" in name or name in ("lift", "lift_fresh")
-
-
-def _is_written_after(node: Node, place: Node, writes: Writes) -> bool:
-    """A call behind `place` writes to what the node makes, or to a view of it."""
-    made = _torch.example_value(node)
-    written = (operand for call, operand in writes if call > place)
-    return any(_torch.share_storage(_torch.example_value(operand), made) for operand in written)
-
-
-def _is_written_view_or_copy(node: Node, writes: Writes) -> bool:
-    """Whether the node makes a view or a copy follows from strides, and what is written shows which."""
-    if called_name(node).rpartition("::")[2] not in _VIEW_OR_COPY:
-        return False
-    is_written = any(_is_written_after(each, node, writes) for each in (node, *node.all_input_nodes))
-    return is_written and any(map(_has_callers_strides, node.all_input_nodes))
-
-
-def _has_callers_strides(node: Node) -> bool:
-    """A tensor whose layout may differ in another call: an argument's, or one that follows from sizes."""
-    value, arguments = _torch.example_value(node), node.graph.find_nodes(op="placeholder")
-    shared = (_torch.share_storage(value, _torch.example_value(argument)) for argument in arguments)
-    return _torch.has_symbolic_strides(value) or any(shared)
 
 
 def contract_of(
@@ -208,12 +183,14 @@ def contract_of(
     is_whole: bool,
     *,
     compared: frozenset[int] = frozenset(),
+    one_row: bool = True,
     any_size_may_be_one: bool = False,
 ) -> ShapeContract:
     """For which arguments the trace is valid, as far as is known by now.
 
     Args:
         compared: indices of arguments that have to come in these strides.
+        one_row: it may serve one token, as far as its writes say.
         any_size_may_be_one: not only the token count, which is compared at one token.
     """
     shape_env = _torch.shape_env_of(gm)
@@ -230,12 +207,14 @@ def contract_of(
     known = [symbol for symbol in graph.symbols if symbol in sources]
     guards = [*_torch.shape_guards(shape_env), *_torch.found_sizes(shape_env, known)] if known else []
     ranges = [_torch.value_range(shape_env, symbol) for symbol in known]
+    if one_row and (len(known) == 1 or any_size_may_be_one):
+        ranges = list(map(relaxed_range, ranges))
     return ShapeContract(
         tuple(known),
         tuple(sources[symbol] for symbol in known),
         tuple(read),
         tuple(guard for guard in guards if guard.free_symbols <= set(known)),
-        tuple(map(relaxed_range, ranges) if len(known) == 1 or any_size_may_be_one else ranges),
+        tuple(ranges),
         tuple(given.name for given in graph.inputs),
         is_whole,
     ).with_strides((index, spec) for index, spec in graph.activations if index in compared)

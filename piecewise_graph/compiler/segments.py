@@ -23,6 +23,7 @@ from piecewise_graph.compiler.segment_key import (
     conditions_since,
     portable_key,
 )
+from piecewise_graph.compiler.separate_results import separated
 from piecewise_graph.compiler.summed_norms import with_summed_norms
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.splitter.split_graph import SegmentStep, SplitGraph
@@ -167,4 +168,5 @@ def _compile(
     seconds = time.perf_counter() - began
     log.debug("segment_%d: structure %s in %.2f s", step.index, key.digest, seconds)
     conditions = conditions_since(given, key, _torch.shape_env_of(gm))
-    return CompiledSegment(key.digest, gm, made.run, facts, seconds, conditions, made.from_cache, made.reason)
+    run = made.run if chosen == "eager" else separated(made.run, gm)
+    return CompiledSegment(key.digest, gm, run, facts, seconds, conditions, made.from_cache, made.reason)
