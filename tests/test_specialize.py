@@ -134,6 +134,90 @@ def test_other_compilers_have_nothing_to_specialize() -> None:
         compiled(torch.randn(4, 32))
 
 
+class Scaled(nn.Module):
+    """Its factor is an object, another one in each."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        from test_opaque import Table
+
+        self.table = Table(factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.toy.mix(torch.ops.pg_test_opaque.scale_table(x + 1, self.table)) + x
+
+
+class WritesShared(nn.Module):
+    """A buffer and a view of it: what is written to one is read from the other."""
+
+    whole: Tensor
+    part: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = torch.zeros(48)
+        self.register_buffer("whole", base[:48], persistent=False)
+        self.register_buffer("part", base[8:40], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = torch.ops.toy.mix(x) + self.part * 10
+        self.whole.add_(1)
+        return before + self.part * 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: nn.Sequential(*map(Scaled, (2.0, -3.0, 0.5))), "reads an object"),
+        (WritesShared, "writes memory that two of its arguments share"),
+    ],
+    ids=["objects", "shared memory"],
+)
+def test_what_differs_from_segment_to_segment_has_no_exact_code(make: Any, reason: str) -> None:
+    module, other = make(), make()
+    name = "x" if isinstance(module, WritesShared) else "input"
+    compiled = pg.compile(module, capture_sizes=SIZES, max_tokens=8, token_dim={name: 0}, specialize=[4])
+    for tokens in (4, 4, 3, 4, 8):
+        x = torch.randn(tokens, 32)
+        torch.testing.assert_close(compiled(x), other(x), rtol=1e-4, atol=1e-4)
+    assert f"not used: {reason}" in str(pg.explain(compiled))
+
+
+@pytest.mark.slow
+def test_code_for_a_count_is_not_for_another_size_of_that_number() -> None:
+    """Two lengths, of which one alone is a segment's: 8 may be the other one."""
+
+    def forward(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        mix = torch.ops.toy.mix
+        return mix(x), mix(x.new_ones(4) * x.shape[0]), mix(y.new_ones(4) * y.shape[0])
+
+    options = {"capture_sizes": SIZES, "max_tokens": 8, "specialize": [8]}
+    compiled = torch.compile(forward, backend="piecewise", options=options)
+    for lengths in ((5, 3), (8, 3), (8, 3), *[(8, 4)] * 4, *[(4, 8)] * 3, *[(8, 5)] * 3):
+        inputs = [torch.randn(length, 32) for length in lengths]
+        for found, expected in zip(compiled(*inputs), forward(*inputs), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_parts_that_overlap_are_copied() -> None:
+    """Also where one counts its start from the end; an op writes one of them."""
+    linear = nn.Linear(8, 8)
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = linear(x)
+        part, whole = torch.narrow(y, -1, -4, 4).clone(), torch.narrow(y, -1, 0, 8).clone()
+        torch.ops.toy.halve(part)
+        return part + 1, whole + 1
+
+    compiled = pg.compile(forward, capture_sizes=SIZES, max_tokens=8, token_dim={"x": 0}, specialize=[1])
+    for tokens in (4, 1, 1, 4):
+        x = torch.randn(tokens, 8)
+        for found, expected in zip(compiled(x), forward(x), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
 def test_decode_steps_on_a_gpu(bias: bool) -> None:

@@ -126,7 +126,7 @@ def at_numbers(program: Program, sizes: Sizes) -> Program | None:
     why = blocked(graph, program.compiled, program.writes_arguments, program.breaks)
     token = graph.symbols[0] if len(graph.symbols) == 1 else None
     made = replace(program, split=graph, contract=contract, token=token, blocked=why, fixed=dict(sizes))
-    return None if why is not None or token is None else made
+    return None if why is not None or token is None else _without_exact_code(made)
 
 
 def with_activations(program: Program, indices: Collection[int]) -> Program:
@@ -158,4 +158,11 @@ def has_exact_sizes(program: Program) -> bool:
 def at_sizes(program: Program, sizes: Sizes) -> Program:
     """The program for one combination of its sizes."""
     tokens = static_tokens(program.split, sizes)
-    return replace(program, token=None, fixed=dict(sizes), static_tokens=tokens, blocked=None)
+    made = replace(program, token=None, fixed=dict(sizes), static_tokens=tokens, blocked=None)
+    return _without_exact_code(made)
+
+
+def _without_exact_code(program: Program) -> Program:
+    """Another trace may have had it made for its token count. Here the size may be another one."""
+    segments = {index: replace(segment, exact={}) for index, segment in program.compiled.items()}
+    return replace(program, compiled=segments)

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -94,19 +95,28 @@ def _make(
     cache_dir: Folder | None,
 ) -> ExactCode:
     began = time.perf_counter()
+    found = _unsuited(program, step, segment)
     try:
-        given = partial(_inputs, program, step, segment, bound, size)
-        run, linears = _compile(step.gm, given(), cache_dir)
-        if _agrees(segment, run, given(), given()):
-            counters.add("specialized")
-            return ExactCode(run, linears, time.perf_counter() - began)
-        found = "differs"
+        if found is None:
+            given = partial(_inputs, program, step, segment, bound, size)
+            run, linears = _compile(step.gm, given(), cache_dir)
+            if _agrees(segment, run, given(), given()):
+                counters.add("specialized")
+                return ExactCode(run, linears, time.perf_counter() - began)
+            found = "differs"
     except Exception as error:  # any failure: the code for all sizes serves
         if _torch.is_dynamo_control_flow(error):
             raise
         found = f"{type(error).__name__}: {error}"[:300]
     counters.add("not_specialized")
     return ExactCode(None, (), time.perf_counter() - began, found)
+
+
+def _unsuited(program: Program, step: SegmentStep, segment: CompiledSegment) -> str | None:
+    """Why exact code, in which only tensors vary, would not serve every segment of the structure."""
+    if any(item.slot in program.split.opaque for item in step.inputs if not isinstance(item, Size)):
+        return "reads an object"
+    return "writes memory that two of its arguments share" if segment.facts.aliased_write else None
 
 
 def _compile(
@@ -173,6 +183,7 @@ def _agrees(segment: CompiledSegment, run: RunSegment, given: Sequence[Any], sam
     return (
         all(same_layout(got, want.stride()) for got, want in outputs)
         and _shared(given, found) == _shared(same, expected)
+        and _overlaps(found) == _overlaps(expected)
         and all(got is want or agree(want, got) for got, want in (*written, *filled))
     )
 
@@ -181,6 +192,23 @@ def _shared(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> list[bool]:
     """Which outputs lie in the memory of an input."""
     held = {_torch.storage_id(value) for value in inputs if isinstance(value, Tensor)}
     return [_torch.storage_id(output) in held for output in outputs]
+
+
+def _overlaps(outputs: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Which outputs have elements in common; those of one storage are taken to fill the part they span."""
+    spans = [
+        (x.storage_offset(), x.storage_offset() + sum(n * step for n, step in _steps(x))) for x in outputs
+    ]
+    return [
+        (i, j)
+        for (i, (begin, end)), (j, (other_begin, other_end)) in combinations(enumerate(spans), 2)
+        if _torch.share_storage(outputs[i], outputs[j]) and begin <= other_end and other_begin <= end
+    ]
+
+
+def _steps(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Per dimension, how many steps lead to its last element, and how far each goes."""
+    return zip((size - 1 for size in tensor.shape), tensor.stride(), strict=True)
 
 
 def _at_size(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:

@@ -257,6 +257,8 @@ def _is_part(node: Node) -> bool:
 
 
 def _disjoint(parts: Sequence[Node]) -> bool:
-    """These `narrow(x, -1, start, length)` do not overlap."""
-    ranges: Any = sorted([list(part.args[2:]) for part in parts])
+    """These `narrow(x, -1, start, length)` do not overlap; a start may count from the end."""
+    width: Any = _torch.example_value(parts[0].all_input_nodes[0]).shape[-1]
+    ranges: list[Any] = [(part.args[2], part.args[3]) for part in parts]
+    ranges = sorted((start + width if start < 0 else start, length) for start, length in ranges)
     return all(bool(start + length <= after) for (start, length), (after, _) in pairwise(ranges))
