@@ -113,6 +113,11 @@ REFUSED = {
         lambda c, t: t.update(d2t=t["d2t"] + torch.arange(30)),
         r"it maps draft token \d+ to target token \d+, of 48",
     ),
+    "d2t that repeats a token": (
+        EAGLE3,
+        lambda c, t: t["d2t"].__setitem__(7, t["d2t"][6] - 1),
+        r"it maps draft tokens 6 and 7 to the same target token, \d+",
+    ),
     "d2t of floats": (
         EAGLE3,
         lambda c, t: t.update(d2t=t["d2t"].float()),

@@ -70,6 +70,10 @@ class EagleError(PiecewiseError, ValueError):
     wrong_d2t_offset = _Message(
         "d2t cannot be right: it maps draft token {draft} to target token {id}, of {vocabulary}.", _OFFSETS
     )
+    repeated_d2t = _Message(
+        "d2t cannot be right: it maps draft tokens {one} and {other} to the same target token, {id}.",
+        _OFFSETS,
+    )
     no_head = _Message(
         "{target} has no embedding and lm_head, which a draft head shares.",
         "pass the whole causal LM, as AutoModelForCausalLM loads it, and not its decoder alone.",

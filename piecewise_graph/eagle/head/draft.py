@@ -248,3 +248,8 @@ def _check_d2t(config: DraftConfig, d2t: Tensor | None) -> None:
     if len(outside):
         row = int(outside[0])
         raise EagleError.wrong_d2t_offset(row, int(ids[row]), config.vocab_size)
+    order = ids.sort(stable=True)
+    again = (order.values[1:] == order.values[:-1]).nonzero()
+    if len(again):  # a tree would try one token twice, and accept it too often
+        one, other = order.indices[int(again[0]) :][:2].tolist()
+        raise EagleError.repeated_d2t(one, other, int(ids[one]))
