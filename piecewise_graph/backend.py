@@ -54,7 +54,7 @@ def piecewise(
     config = PiecewiseConfig.from_options(options)
     _torch.tell_of_reset(piecewise)
     _torch.raise_recompile_limit()
-    code = _torch.current_root_code()
+    code = _torch.function_code(_torch.current_root_code())
     with _torch.constants_of_one_trace():
         return build(gm, example_inputs, partial(state_for_trace, config, code=code), floats_are_guarded=True)
 

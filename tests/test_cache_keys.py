@@ -58,6 +58,27 @@ def test_op_that_tracing_opens_is_not_saved(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("by", ["decomposition", "lowering"])
+def test_op_that_the_user_teaches_inductor_is_not_saved(by: str, tmp_path: Path) -> None:
+    from torch._inductor import decomposition, lowering
+
+    with torch.library._scoped_library("taught", "FRAGMENT") as library, unsaved("not_opaque"):
+        library.define(f"{by}(Tensor x) -> Tensor")
+        library.impl(by, lambda x: x * 2, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"taught::{by}", torch.empty_like, lib=library)
+        pg.register_padding_rule(f"taught::{by}", rows={"x": 0})
+        op = getattr(torch.ops.taught, by)
+        if by == "lowering":
+            multiply = lowering.lowerings[torch.ops.aten.mul.Tensor]
+            lowering.register_lowering(op.default, type_promotion_kind=None)(lambda x: multiply(x, 2))
+        else:
+            decomposition.register_decomposition([op.default])(lambda x: x * 2)
+        x = rows(3, torch.device("cpu"))
+        fast = compiled(lambda x: ops.mix(op(x)), compiler="inductor", cache_dir=tmp_path)
+        assert_same(fast(x), ops.mix(x * 2))
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- the key ------------------------------------------------------------------------------------------
 
 

@@ -286,3 +286,14 @@ def test_locals_of_comprehensions_behind_a_break(device: torch.device) -> None:
     for n in (5, 7, 5):
         x = rows(n, device)
         torch.testing.assert_close(fast(x), cells_behind_a_break(x))
+
+
+def test_a_function_without_weights_is_explained_by_what_is_behind_its_breaks(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x * 2
+
+    fast = torch.compile(model, backend="piecewise", options={"compiler": "eager", "capture_sizes": [4]})
+    for _ in range(3):
+        fast(torch.ones(4, WIDTH, device=device))
+    assert sum(bucket.replays for trace in pg.explain(fast).traces for bucket in trace.buckets) == 2

@@ -44,7 +44,7 @@ def some_ids(count: int, device: torch.device) -> Tensor:
     return torch.randint(0, 16, (count,), device=device)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 def test_models_of_dynamic_sizes_have_graphs(compiler: str, device: torch.device) -> None:
     model = Model().to(device)
     fast = by_torch_compile(model, compiler, dynamic=True)
@@ -196,3 +196,17 @@ def test_a_float_that_changes_from_call_to_call_beside_sizes_that_do() -> None:
     for call in range(14):
         x, scale = rows(call % 5 + 2, torch.device("cpu")), (0.5, 1.5, 2.0, 0.0, 3.25, 4.5)[call % 6]
         same(fast(x, scale), scaled(x, scale))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_float_that_was_read_back_is_open_behind_the_break(
+    compiler: str, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x * x[0, 0].item()
+
+    fast = by_torch_compile(model, compiler)
+    for count in (4, 4, 4, 5, 5, 5, 6, 6):
+        x = rows(count, device)
+        same(fast(x), model(x))
+    assert "Backend compiler" not in caplog.text

@@ -137,3 +137,10 @@ def test_restarts_are_control_flow_and_other_errors_are_not() -> None:
 
     assert trace(lambda x: x * 2, torch.ones(2), look=asked).seen == [[True, False]]
     assert asked() == [False, False], "between traces there is nothing to restart"
+
+
+def test_code_behind_a_break_is_of_its_function() -> None:
+    seen = trace(breaks, torch.ones(3), look=lambda gm: _torch.current_root_code()).seen
+    assert seen[0] is not seen[1]
+    assert [_torch.function_code(code) for code in seen] == [breaks.__code__] * 2
+    assert _torch.function_code(None) is None

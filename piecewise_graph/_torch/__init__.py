@@ -53,6 +53,7 @@ from piecewise_graph._torch.graphs import (
     ending_like as ending_like,
     example_value as example_value,
     fake_mode_of as fake_mode_of,
+    function_code as function_code,
     is_compiled_in_place as is_compiled_in_place,
     is_dynamo_control_flow as is_dynamo_control_flow,
     is_marked_static as is_marked_static,

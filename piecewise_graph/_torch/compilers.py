@@ -79,7 +79,9 @@ def compile_segment(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Ca
     Raises:
         torch's own compile errors; Dynamo's restart exceptions pass through.
     """
-    if compiler == "eager":
+    # AOTAutograd cannot tell the value of a float that Dynamo left open, once its part has parts.
+    keeps_floats = compiler == "aot_eager" and any(gm.graph.find_nodes(op="call_method", target="item"))
+    if compiler == "eager" or keeps_floats:
         return uncompiled(gm)
     if compiler == "aot_eager":
         return torch._dynamo.lookup_backend("aot_eager")(gm, list(inputs))

@@ -258,6 +258,16 @@ def current_root_code() -> CodeType | None:
     return None if output is None else output.root_tx.f_code
 
 
+def function_code(code: CodeType | None) -> CodeType | None:
+    """The code of the function that `code` is a part of: what is behind a graph break has one of its own."""
+    from torch._dynamo.resume_execution import ContinueExecutionCache
+
+    known = ContinueExecutionCache.generated_code_metadata
+    while code in known:
+        code = known[code].code
+    return code
+
+
 _awaited: dict[CodeType, Callable[[CodeType], None]] = {}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -86,8 +87,17 @@ def op_schemas(target: Any) -> list[str] | None:
     names = target.overloads() if isinstance(target, OpOverloadPacket) else ()
     ops = [target] if isinstance(target, OpOverload) else [getattr(target, name) for name in names]
     foreign = list(filter(is_foreign, ops))
-    opened = any(op._can_decompose() or op.python_key_table for op in foreign)
+    opened = any(op._can_decompose() or op.python_key_table or _is_taught_to_inductor(op) for op in foreign)
     return None if opened or not ops else [str(op._schema) for op in ops]
+
+
+def _is_taught_to_inductor(op: OpOverload) -> bool:
+    """Somebody registered what Inductor makes of it: a lowering, or a decomposition."""
+    tables = ("lowering", "lowerings"), ("lowering", "user_lowerings"), ("decomposition", "decompositions")
+    known = (getattr(sys.modules.get(f"torch._inductor.{module}"), name, {}) for module, name in tables)
+    made = (table[op] for table in known if op in table)
+    owners = (getattr(getattr(function, "func", function), "__module__", "") for function in made)
+    return any(not owner.startswith("torch.") for owner in owners)
 
 
 def is_foreign(target: Any) -> bool:
