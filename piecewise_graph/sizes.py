@@ -281,8 +281,16 @@ class ShapeContract:
     def _violated(self, sizes: Sizes) -> Iterator[str]:
         yield from self.outside_ranges(sizes)
         for guard in self.guards:
-            if substitute(guard, sizes) == sympy.false:
+            if not _may_hold(guard, sizes):
                 yield InputError.guard_not_met(guard, sizes)
+
+
+def _may_hold(guard: sympy.Basic, sizes: Sizes) -> bool:
+    """Where a guard cannot be evaluated (it divides by T - 1), the trace is not valid."""
+    try:
+        return substitute(guard, sizes) != sympy.false
+    except (ZeroDivisionError, AssertionError):
+        return False
 
 
 def _size(args: Sequence[Any], index: int, dim: int | None) -> Any:

@@ -71,14 +71,14 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1320,
+    "beside": 1325,
     "ranks": 394,
-    "_torch": 924,
+    "_torch": 942,
     "kernels": 1236,
-    "splitter": 1383,
-    "analysis": 1672,
+    "splitter": 1386,
+    "analysis": 1683,
     "compiler": 2227,
-    "recorder": 1184,
+    "recorder": 1185,
     "runtime": 1438,
     "inspection": 999,
     "frontend": 1346,

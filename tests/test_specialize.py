@@ -170,7 +170,7 @@ class WritesShared(nn.Module):
     ("make", "reason"),
     [
         (lambda: nn.Sequential(*map(Scaled, (2.0, -3.0, 0.5))), "reads an object"),
-        (WritesShared, "writes memory that two of its arguments share"),
+        (WritesShared, "writes its arguments in a way that is not compiled"),
     ],
     ids=["objects", "shared memory"],
 )

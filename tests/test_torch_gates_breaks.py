@@ -144,3 +144,31 @@ def test_code_behind_a_break_is_of_its_function() -> None:
     assert seen[0] is not seen[1]
     assert [_torch.function_code(code) for code in seen] == [breaks.__code__] * 2
     assert _torch.function_code(None) is None
+
+
+def test_layouts_are_read_without_a_guard() -> None:
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        return x + 1, x[:, :4] * 1, x.t(), x[:, :4], x.expand(2, *x.shape), x[:1]
+
+    def look(gm: GraphModule) -> list[tuple[bool, bool, bool]]:
+        env = _torch.shape_env_of(gm)
+        before = len(_torch.shape_guards(env))
+        found = [
+            (_torch.has_symbolic_sizes(value), _torch.is_row_major(value), _torch.overlaps_itself(value))
+            for value in _torch.returned_values(gm)
+        ]
+        assert len(_torch.shape_guards(env)) == before
+        return found
+
+    (seen,) = trace(model, dynamic(5, 8), look=look).seen
+    assert seen == [
+        (True, True, False),
+        (True, True, False),
+        (True, False, False),
+        (True, False, False),
+        (True, False, True),
+        (False, True, False),
+    ]
+    assert not _torch.has_symbolic_sizes(5)
+    assert _torch.is_foreign(torch.ops.piecewise.linears.default)
+    assert not _torch.is_foreign(torch.ops.aten.add.Tensor)

@@ -72,9 +72,12 @@ from piecewise_graph._torch.graphs import (
     trace_with_constants as trace_with_constants,
 )
 from piecewise_graph._torch.layouts import (
+    has_symbolic_sizes as has_symbolic_sizes,
     has_symbolic_strides as has_symbolic_strides,
+    is_row_major as is_row_major,
     layout_questions as layout_questions,
     note_layout_questions as note_layout_questions,
+    overlaps_itself as overlaps_itself,
 )
 from piecewise_graph._torch.ops import (
     OpOverload as OpOverload,
@@ -84,6 +87,7 @@ from piecewise_graph._torch.ops import (
     fake_result as fake_result,
     grad_mode_function as grad_mode_function,
     inner_graphs as inner_graphs,
+    is_foreign as is_foreign,
     is_higher_order as is_higher_order,
     observe_ops as observe_ops,
     op_schemas as op_schemas,

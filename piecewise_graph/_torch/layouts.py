@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import cache, wraps
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 
 from piecewise_graph._torch.graphs import graph_in_the_making
+from piecewise_graph._torch.symbols import expression
 
 _QUESTIONS = frozenset({"stride", "is_contiguous", "storage_offset", "dim_order"})
 _ASKED = "_piecewise_asked"  # of Dynamo's graph: the questions
@@ -31,6 +33,26 @@ def layout_questions() -> frozenset[str]:
 def has_symbolic_strides(value: Any) -> bool:
     """A fake tensor with strides that follow from sizes."""
     return isinstance(value, Tensor) and any(isinstance(step, torch.SymInt) for step in value.stride())
+
+
+def has_symbolic_sizes(value: Any) -> bool:
+    return isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
+
+
+def is_row_major(tensor: Tensor) -> bool:
+    """Its elements lie one behind the other, the last dimension first; asked without a guard on sizes."""
+    expected = sympy.Integer(1)
+    for size, step in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))):
+        if expression(size) != 1 and expression(step) != expected:
+            return False
+        expected = expected * expression(size)
+    return True
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """It was expanded: some of its elements are one."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(expression(size) != 1 and expression(step) == 0 for size, step in pairs)
 
 
 def _noting(call_method: Any) -> Any:

@@ -29,7 +29,8 @@ class SegmentFacts:
 
     Attributes:
         written: inputs whose storage the segment writes.
-        aliased_write: it writes a storage that two of its inputs share, which AOTAutograd gets wrong.
+        aliased_write: it writes a storage that two of its inputs share.
+        strided_write: it writes an input that overlaps itself, or is not row-major and returned as a view.
         entangled_outputs: some output shares storage with an input or another output.
         random: it draws random numbers.
         host_sync: no graph can hold it: it waits for the device, has a data-dependent shape
@@ -43,6 +44,7 @@ class SegmentFacts:
 
     written: frozenset[int]
     aliased_write: bool
+    strided_write: bool
     entangled_outputs: bool
     random: bool
     host_sync: bool
@@ -51,6 +53,11 @@ class SegmentFacts:
     computes: bool
     size_is_a_number: bool
     uninitialised: frozenset[int]
+
+    @property
+    def compiles(self) -> bool:
+        """AOTAutograd, which Inductor begins with, gets its writes right."""
+        return not (self.aliased_write or self.strided_write)
 
 
 class Observations:
@@ -119,12 +126,14 @@ class Observations:
         if allocates:
             self.allocated.add(_torch.storage_id(result))
             self.alive.append(result)
-        self.computes |= isinstance(result, (Tensor, tuple, list)) and not is_view and not allocates
+        makes = isinstance(result, (Tensor, tuple, list)) and not is_view and not allocates
+        self.computes |= makes or (not returns and _torch.is_foreign(op))
 
     def _note_write(self, argument: Any, value: Any) -> None:
         if argument.alias_info is not None and argument.alias_info.is_write:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, Tensor):
+                    self.computes = True
                     self.written.add(_torch.storage_id(tensor))
                     self.alive.append(tensor)
 
@@ -144,6 +153,7 @@ class Observations:
         return SegmentFacts(
             written=written,
             aliased_write=any(ids.count(ids[i]) > 1 for i in written),
+            strided_write=any(_is_strided_write(inputs[i], outputs) for i in written),
             entangled_outputs=len(set(out_ids)) < len(out_ids) or bool(set(out_ids) & set(ids)),
             random=self.random,
             host_sync=self.host_sync,
@@ -153,6 +163,13 @@ class Observations:
             size_is_a_number=self.numbers,
             uninitialised=frozenset(i for i, s in enumerate(out_ids) if s in self.allocated - self.written),
         )
+
+
+def _is_strided_write(written: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """AOTAutograd writes all of what overlaps itself, and makes views of symbolic sizes row-major."""
+    symbolic = filter(_torch.has_symbolic_sizes, outputs)
+    returned = any(_torch.share_storage(written, output) for output in symbolic)
+    return _torch.overlaps_itself(written) or (returned and not _torch.is_row_major(written))
 
 
 def waits_for_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> str | None:

@@ -252,6 +252,8 @@ class Judge:
             self._narrowed(slot)
         for _, slot in _written(step, proof):
             self._write_live_rows(slot)
+        # Inputs of one memory cannot be laid out anew, one by one.
+        self.is_stuck |= proof.facts.aliased_write and self.split.strides_vary(step)
         self.claims.update((slot, self._live(slot)) for slot in step.outputs)
         self.overlapping |= set(filter(self._overlaps, step.outputs))
 

@@ -150,8 +150,7 @@ def _compile(
     inputs = _torch.argument_values(gm)
     if not facts.computes:
         return CompiledSegment(key.digest, gm, gm.forward, facts, 0.0)
-    # AOTAutograd mistakes two inputs of one storage, one of them written, for unrelated tensors.
-    chosen, code = "eager" if facts.aliased_write else config.compiler, gm
+    chosen, code = config.compiler if facts.compiles else "eager", gm
     if chosen == "inductor":
         code = with_deferred_norms(choosing_linears(with_summed_norms(gm)))
         if config.cuda_graphs != "off":

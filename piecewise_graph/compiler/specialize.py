@@ -116,7 +116,7 @@ def _unsuited(program: Program, step: SegmentStep, segment: CompiledSegment) -> 
     """Why exact code, in which only tensors vary, would not serve every segment of the structure."""
     if any(item.slot in program.split.opaque for item in step.inputs if not isinstance(item, Size)):
         return "reads an object"
-    return "writes memory that two of its arguments share" if segment.facts.aliased_write else None
+    return None if segment.facts.compiles else "writes its arguments in a way that is not compiled"
 
 
 def _compile(

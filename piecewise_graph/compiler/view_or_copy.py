@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from piecewise_graph import _torch
@@ -36,11 +34,13 @@ def decided_by_strides(gm: GraphModule, writes: Writes) -> bool:
 
 def copies_several_rows(gm: GraphModule, writes: Writes) -> bool:
     """With one row, what is written would reach a tensor that the trace has copied: it needs no copy then."""
-    return any(
-        any(map(_has_symbolic_sizes, operands := node.all_input_nodes))
-        and not any(_share(node, operand) for operand in operands)
-        for node in _written(gm, writes)
-    )
+    return any(_copies_rows(node) for node in _written(gm, writes))
+
+
+def _copies_rows(node: Node) -> bool:
+    operands = node.all_input_nodes
+    has_rows = any(_torch.has_symbolic_sizes(_torch.example_value(operand)) for operand in operands)
+    return has_rows and not any(_share(node, operand) for operand in operands)
 
 
 def _written(gm: GraphModule, writes: Writes) -> Iterator[Node]:
@@ -71,8 +71,3 @@ def _has_callers_strides(node: Node) -> bool:
     arguments = node.graph.find_nodes(op="placeholder")
     follows = _torch.has_symbolic_strides(_torch.example_value(node))
     return follows or any(_share(node, argument) for argument in arguments)
-
-
-def _has_symbolic_sizes(node: Node) -> bool:
-    value = _torch.example_value(node)
-    return isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)

@@ -190,6 +190,11 @@ class SplitGraph:
         assert spec is not None
         return spec
 
+    def strides_vary(self, step: SegmentStep) -> bool:
+        """Some input for fewer tokens is no view of that for more, in the layout of the trace."""
+        specs = [self.spec(item.slot) for item in step.inputs if isinstance(item, Ref)]
+        return any(spec.strides_vary(symbol) for spec in specs for symbol in self.symbols)
+
     def arguments_sharing_storage(self, slots: Iterable[int]) -> list[Input]:
         """The arguments that lie, wholly or as a view, in the storages of `slots`."""
         written = {self.storages[slot] for slot in slots}
