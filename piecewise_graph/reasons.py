@@ -11,6 +11,7 @@ _ROWS = "compute it outside of the model, or use sizes that are capture sizes"
 _OWN_FOLDER = "give cache_dir a private folder: chmod 700, owned by the user of the process"
 _NO_CACHE = "none needed: the segment is compiled in every process"
 _NO_MERGE = "none needed: these linears run one by one"
+_NOT_EXACT = "none needed: the code for all sizes serves this one"
 
 REMEDIES = {
     # the model or the call stays outside of graphs
@@ -88,7 +89,9 @@ REMEDIES = {
     "weight_read_elsewhere": _NO_MERGE,
     "weight_used_twice": _NO_MERGE,
     # specialize
-    "differs": "none needed: the code for all sizes serves this one",
+    "differs": _NOT_EXACT,
+    "reads_an_object": _NOT_EXACT,
+    "runs_uncompiled": _NOT_EXACT,
 }
 
 

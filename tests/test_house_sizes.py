@@ -71,7 +71,7 @@ def rooms_below() -> dict[str, set[str]]:
 # commit.
 # "beside" are the core's files beside its packages.
 BUDGETS = {
-    "beside": 1325,
+    "beside": 1328,
     "ranks": 394,
     "_torch": 942,
     "kernels": 1236,

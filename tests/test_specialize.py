@@ -169,8 +169,8 @@ class WritesShared(nn.Module):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: nn.Sequential(*map(Scaled, (2.0, -3.0, 0.5))), "reads an object"),
-        (WritesShared, "writes its arguments in a way that is not compiled"),
+        (lambda: nn.Sequential(*map(Scaled, (2.0, -3.0, 0.5))), "reads_an_object"),
+        (WritesShared, "runs_uncompiled"),
     ],
     ids=["objects", "shared memory"],
 )

@@ -115,8 +115,8 @@ def _make(
 def _unsuited(program: Program, step: SegmentStep, segment: CompiledSegment) -> str | None:
     """Why exact code, in which only tensors vary, would not serve every segment of the structure."""
     if any(item.slot in program.split.opaque for item in step.inputs if not isinstance(item, Size)):
-        return "reads an object"
-    return None if segment.facts.compiles else "writes its arguments in a way that is not compiled"
+        return "reads_an_object"
+    return None if segment.facts.compiles else "runs_uncompiled"
 
 
 def _compile(
