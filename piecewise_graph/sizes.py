@@ -289,7 +289,7 @@ def _may_hold(guard: sympy.Basic, sizes: Sizes) -> bool:
     """Where a guard cannot be evaluated (it divides by T - 1), the trace is not valid."""
     try:
         return substitute(guard, sizes) != sympy.false
-    except (ZeroDivisionError, AssertionError):
+    except (ZeroDivisionError, AssertionError):  # AssertionError: torch's Mod of a negative number
         return False
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
-from toys import Blocks, assert_same, compiled, ops, rows
+from toys import WIDTH, Blocks, assert_same, compiled, ops, rows
 from transformers.modeling_outputs import BaseModelOutput
 
 import piecewise_graph as pg
@@ -200,6 +200,41 @@ def test_what_is_copied_of_several_rows_is_no_copy_of_one(
         return ops.mix(y) + y
 
     fast = compiled(model, compiler=compiler, one_token=option)
+    with pg.counters.expect(traces=2):
+        for count in (5, 1, 1, 3, 1):
+            x = rows(count, device)
+            assert_same(fast(x), model(x))
+
+
+def test_a_copy_that_is_written_and_read_by_one_name_is_served_by_one_trace(device: torch.device) -> None:
+    """The columns of queries are read once more, those of values are others."""
+
+    def model(x: Tensor) -> Tensor:
+        q, k, v = torch.cat([x * 2, x * 3, x * 4], -1).split(WIDTH, -1)
+        q, k = q.contiguous(), k.contiguous()
+        q.mul_(0.5)
+        ops.halve(k)
+        return ops.mix(q) + k + v
+
+    fast = compiled(model)
+    with pg.counters.expect(traces=1, fallbacks=0):
+        for count in (5, 1, 1, 3, 1):
+            x = rows(count, device)
+            assert_same(fast(x), model(x))
+    frozen = pg.freeze(fast, rows(5, device))
+    x = rows(1, device)
+    assert_same(frozen(x), model(x))
+
+
+def test_a_copy_of_a_copy_is_the_first_tensor_of_one_row(device: torch.device) -> None:
+    def model(x: Tensor) -> Tensor:
+        y = (x * 2).view(-1, 2, 4)
+        one = y.transpose(0, 1).contiguous()
+        other = one.transpose(0, 1).contiguous()
+        other.mul_(0.5)
+        return ops.mix(y.flatten(1)) + one.sum()
+
+    fast = compiled(model)
     for count in (5, 1, 1, 3, 1):
         x = rows(count, device)
         assert_same(fast(x), model(x))

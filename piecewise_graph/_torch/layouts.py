@@ -40,7 +40,7 @@ def has_symbolic_sizes(value: Any) -> bool:
 
 
 def is_row_major(tensor: Tensor) -> bool:
-    """Its elements lie one behind the other, the last dimension first; asked without a guard on sizes."""
+    """Its elements lie one behind the other, the last dimension first, as far as is known without a guard."""
     expected = sympy.Integer(1)
     for size, step in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))):
         if expression(size) != 1 and expression(step) != expected:

@@ -96,8 +96,8 @@ def _is_taught_to_inductor(op: OpOverload) -> bool:
     tables = ("lowering", "lowerings"), ("lowering", "user_lowerings"), ("decomposition", "decompositions")
     known = (getattr(sys.modules.get(f"torch._inductor.{module}"), name, {}) for module, name in tables)
     made = (table[op] for table in known if op in table)
-    owners = (getattr(getattr(function, "func", function), "__module__", "") for function in made)
-    return any(not owner.startswith("torch.") for owner in owners)
+    owners = (getattr(getattr(function, "func", function), "__module__", None) for function in made)
+    return any(not str(owner).startswith("torch.") for owner in owners)
 
 
 def is_foreign(target: Any) -> bool:

@@ -113,7 +113,7 @@ def compiled_fields(
     compared = frozenset(dict(graph.activations)) if writes else compared
     one_row = not copies_several_rows(traced, writes_of(traced))
     contract = contract_of(
-        traced, graph, is_whole, compared=compared, one_row=one_row, any_size_may_be_one=trusted
+        traced, graph, is_whole, compared=compared, may_be_one_row=one_row, any_size_may_be_one=trusted
     )
     return {
         "traced": traced,
@@ -183,14 +183,14 @@ def contract_of(
     is_whole: bool,
     *,
     compared: frozenset[int] = frozenset(),
-    one_row: bool = True,
+    may_be_one_row: bool = True,
     any_size_may_be_one: bool = False,
 ) -> ShapeContract:
     """For which arguments the trace is valid, as far as is known by now.
 
     Args:
         compared: indices of arguments that have to come in these strides.
-        one_row: it may serve one token, as far as its writes say.
+        may_be_one_row: it may serve one token, as far as its writes say.
         any_size_may_be_one: not only the token count, which is compared at one token.
     """
     shape_env = _torch.shape_env_of(gm)
@@ -207,7 +207,7 @@ def contract_of(
     known = [symbol for symbol in graph.symbols if symbol in sources]
     guards = [*_torch.shape_guards(shape_env), *_torch.found_sizes(shape_env, known)] if known else []
     ranges = [_torch.value_range(shape_env, symbol) for symbol in known]
-    if one_row and (len(known) == 1 or any_size_may_be_one):
+    if may_be_one_row and (len(known) == 1 or any_size_may_be_one):
         ranges = list(map(relaxed_range, ranges))
     return ShapeContract(
         tuple(known),

@@ -253,7 +253,7 @@ class Judge:
         for _, slot in _written(step, proof):
             self._write_live_rows(slot)
         # Inputs of one memory cannot be laid out anew, one by one.
-        self.is_stuck |= proof.facts.aliased_write and self.split.strides_vary(step)
+        self.is_stuck |= proof.facts.aliased_write and self.split.strides_vary(step, proof.facts.written)
         self.claims.update((slot, self._live(slot)) for slot in step.outputs)
         self.overlapping |= set(filter(self._overlaps, step.outputs))
 

@@ -36,16 +36,19 @@ def separated(run: RunSegment, gm: GraphModule) -> RunSegment:
 
 
 def _separate(results: Sequence[Tensor], made: Mapping[int, int]) -> Sequence[Tensor]:
-    """The first owner of a storage keeps it, every other one gets a copy of it."""
+    """The first owner of a storage keeps it, every other one gets a copy of all of it.
+
+    So views of one owner stay views of one another, whatever their dtypes.
+    """
     separate, first = list(results), dict[int, int]()
-    copies: dict[tuple[int, int, torch.dtype], Tensor] = {}
+    copies: dict[tuple[int, int], torch.UntypedStorage] = {}
     for index, owner in made.items():
         result = results[index]
         storage = _torch.storage_id(result)
         if first.setdefault(storage, owner) != owner:
-            whole = result.untyped_storage().nbytes() // result.itemsize
-            place = storage, owner, result.dtype
-            if place not in copies:
-                copies[place] = result.as_strided((whole,), (1,), 0).clone()
-            separate[index] = copies[place].as_strided(result.shape, result.stride(), result.storage_offset())
+            if (storage, owner) not in copies:
+                whole = torch.empty(0, dtype=torch.uint8, device=result.device).set_(result.untyped_storage())
+                copies[storage, owner] = whole.clone().untyped_storage()
+            place = result.storage_offset(), result.shape, result.stride()
+            separate[index] = result.new_empty(0).set_(copies[storage, owner], *place)
     return separate

@@ -61,8 +61,6 @@ class ExactSegment:
     def bind(self, *inputs: Any, num_tokens: int) -> Callable[[], Sequence[Tensor]]:
         """The call on `inputs`, views of `num_tokens` live rows, laid out as the code was compiled for."""
         run = self.segment.run
-        if self.segment.facts.aliased_write:  # not compiled: takes any strides, must see the shared storage
-            return partial(run, *inputs)
         given, before, after = list(inputs), [], []
         sizes = self.program.sizes_at(num_tokens)
         for index, (spec, live) in enumerate(zip(self.specs, inputs, strict=True)):

@@ -85,9 +85,9 @@ class PaddingProofs:
 
         A segment that must not be padded runs between the graphs, at the exact size, its inputs laid out for
         it, its outputs copied to buffers. Three kinds cannot: those with sizes derived from the token count,
-        those that write what inputs of varying strides share, and those with outputs that share storage,
-        because a splitting op that writes one output would not reach the other. A forward that is one graph
-        (`one_graph`) has no place between graphs.
+        those that write memory which two inputs share, in strides that depend on the token count, and those
+        with outputs that share storage, because a splitting op that writes one output would not reach the
+        other. A forward that is one graph (`one_graph`) has no place between graphs.
         """
         return program.unpaddable or next(self._stuck(program, bucket, one_graph), None)
 
@@ -98,7 +98,7 @@ class PaddingProofs:
                 continue
             facts = program.compiled[step.index].facts
             stays = step.padded and (facts.entangled_outputs or not facts.computes)
-            stays |= facts.aliased_write and program.split.strides_vary(step)
+            stays |= facts.aliased_write and program.split.strides_vary(step, facts.written)
             if one_graph or stays or reason == "derived_size":
                 yield reason
 

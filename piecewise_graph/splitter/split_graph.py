@@ -190,9 +190,11 @@ class SplitGraph:
         assert spec is not None
         return spec
 
-    def strides_vary(self, step: SegmentStep) -> bool:
-        """Some input for fewer tokens is no view of that for more, in the layout of the trace."""
-        specs = [self.spec(item.slot) for item in step.inputs if isinstance(item, Ref)]
+    def strides_vary(self, step: SegmentStep, written: Iterable[int]) -> bool:
+        """The strides of what lies in the memory of its inputs `written` depend on the token count."""
+        slots = {index: item.slot for index, item in enumerate(step.inputs) if isinstance(item, Ref)}
+        storages = {self.storages[slots[index]] for index in written}
+        specs = [self.spec(slot) for slot in slots.values() if self.storages[slot] in storages]
         return any(spec.strides_vary(symbol) for spec in specs for symbol in self.symbols)
 
     def arguments_sharing_storage(self, slots: Iterable[int]) -> list[Input]:
