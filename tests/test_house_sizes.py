@@ -80,7 +80,7 @@ BUDGETS = {
     "compiler": 2260,
     "recorder": 1185,
     "runtime": 1438,
-    "inspection": 999,
+    "inspection": 1002,
     "frontend": 1346,
     "custom_ops": 3743,
     "eagle": 3541,

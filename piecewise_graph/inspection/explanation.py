@@ -69,6 +69,7 @@ def _split_trace(number: int, runtime: Runtime) -> TraceReport:
         exact=_exact(distinct),
         leaks=split.leaks,
         blocked=runtime.blocked,
+        uncompiled=tuple(segment.key for segment in distinct if not segment.facts.compiles),
         padding=_unpadded(program, runtime.state.proofs),
         exact_only=program.unpaddable,
         buckets=tuple(

@@ -62,6 +62,7 @@ class TraceReport:
         exact: token count -> what became of `specialize`, a line per structure.
         leaks: suspicious ops left inside a segment.
         blocked: why it never replays, or None.
+        uncompiled: structures that write their inputs in a way that compilers get wrong.
         padding: per structure that is not padded somewhere, why.
         exact_only: why it serves exact sizes only, or None.
         failed: bucket -> why its capture failed.
@@ -87,6 +88,7 @@ class TraceReport:
     exact: dict[int, tuple[str, ...]] = field(default_factory=dict)
     leaks: tuple[str, ...] = ()
     blocked: str | None = None
+    uncompiled: tuple[str, ...] = ()
     padding: dict[str, str] = field(default_factory=dict)
     exact_only: str | None = None
     buckets: tuple[BucketRecord, ...] = ()
@@ -178,6 +180,7 @@ def _trace_lines(number: int, trace: TraceReport) -> list[str]:
     if trace.blocked:
         lines.append(f"  never replayed: {trace.blocked}")
     lines += [f"  inside a segment, not registered: {leak}" for leak in trace.leaks]
+    lines += [f"  structure {key} is not compiled: it writes views" for key in trace.uncompiled]
     lines += [f"  structure {key} is not padded, {fault}" for key, fault in trace.padding.items()]
     if trace.buckets:
         lines.append("  bucket  graphs  pool MiB   planned  seconds  replays  mode")
