@@ -125,11 +125,11 @@ class TokenDimError(PiecewiseError):
 
     @classmethod
     def ambiguous(cls, shapes: Mapping[str, Sequence[int]]) -> TokenDimError:
-        found = "; ".join(f"{name} has shape {tuple(s)}" for name, s in shapes.items()) or "no tensors"
-        return cls(
-            f"cannot tell which dimension counts tokens: {found}.",
-            f'name it, such as dimension 0: pg.compile(model, token_dim={{"{next(iter(shapes), "x")}": 0}}).',
-        )
+        found = "; ".join(f"{name} has shape {tuple(s)}" for name, s in shapes.items())
+        inside = "pass it by itself, or use torch.compile(model, backend='piecewise')."
+        named = f'name it, such as dimension 0: pg.compile(model, token_dim={{"{[*shapes, "x"][0]}": 0}}).'
+        what = f"cannot tell which dimension counts tokens: {found or 'no argument is a tensor'}."
+        return cls(what, named if shapes else inside)
 
     @classmethod
     def no_such_input(cls, option: str, name: str, known: Sequence[str]) -> TokenDimError:

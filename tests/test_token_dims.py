@@ -213,3 +213,11 @@ def test_features_of_a_wrong_width_are_refused_by_name(device: torch.device) -> 
 def test_a_function_without_argument_names_is_refused() -> None:
     with pytest.raises(pg.errors.TokenDimError, match=r"names of the arguments.*\n.*function of Python"):
         pg.compile(torch.nn.functional.linear, token_dim={"input": 0})
+
+
+def test_tensors_inside_of_arguments_are_not_counted() -> None:
+    fast = pg.compile(lambda batch: batch["x"] * 2, compiler="eager")
+    with pytest.raises(pg.errors.TokenDimError, match=r"no argument is a tensor\.\n.*torch\.compile\(model"):
+        fast({"x": torch.ones(3, 8)})
+    fast = torch.compile(lambda batch: batch["x"] * 2, backend="piecewise", options={"compiler": "eager"})
+    assert_same(fast({"x": torch.ones(3, 8)}), torch.full((3, 8), 2.0))
