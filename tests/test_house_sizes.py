@@ -77,7 +77,7 @@ BUDGETS = {
     "kernels": 1236,
     "splitter": 1388,
     "analysis": 1683,
-    "compiler": 2260,
+    "compiler": 2256,
     "recorder": 1185,
     "runtime": 1438,
     "inspection": 1002,

@@ -79,7 +79,7 @@ def compile_segment(gm: GraphModule, inputs: Sequence[Any], compiler: str) -> Ca
     Raises:
         torch's own compile errors; Dynamo's restart exceptions pass through.
     """
-    # AOTAutograd cannot tell the value of a float that Dynamo left open, once its part has parts.
+    # Given a part of a trace, AOTAutograd takes a float that Dynamo left open for one that data decide.
     keeps_floats = compiler == "aot_eager" and any(gm.graph.find_nodes(op="call_method", target="item"))
     if compiler == "eager" or keeps_floats:
         return uncompiled(gm)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -196,19 +196,13 @@ def _shared(inputs: Sequence[Any], outputs: Sequence[Tensor]) -> list[bool]:
 
 def _overlaps(outputs: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Which outputs have elements in common; those of one storage are taken to fill the part they span."""
-    spans = [
-        (x.storage_offset(), x.storage_offset() + sum(n * step for n, step in _steps(x))) for x in outputs
-    ]
+    begins = [output.storage_offset() for output in outputs]
+    ends = [begin + TensorSpec.of(x).storage_numel({}) for begin, x in zip(begins, outputs, strict=True)]
     return [
         (i, j)
-        for (i, (begin, end)), (j, (other_begin, other_end)) in combinations(enumerate(spans), 2)
-        if _torch.share_storage(outputs[i], outputs[j]) and begin <= other_end and other_begin <= end
+        for i, j in combinations(range(len(outputs)), 2)
+        if _torch.share_storage(outputs[i], outputs[j]) and begins[i] < ends[j] and begins[j] < ends[i]
     ]
-
-
-def _steps(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """Per dimension, how many steps lead to its last element, and how far each goes."""
-    return zip((size - 1 for size in tensor.shape), tensor.stride(), strict=True)
 
 
 def _at_size(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule:
