@@ -213,6 +213,18 @@ def test_weights_written_in_place_are_seen(speculator: Speculator) -> None:
     assert after == speculator.generate(PROMPTS, max_new_tokens=8, shape=PLAIN)
 
 
+def test_what_inference_mode_made_serves_outside_of_it(device: torch.device) -> None:
+    """The speculator, and the first calls of its rounds and tapes, make what later calls write."""
+    with torch.inference_mode():
+        target = build_target(device)
+        made = Speculator(target, build_draft(target), shapes=[CHAIN, PLAIN], max_requests=2, **EAGER)
+        first = made.generate(PROMPTS, max_new_tokens=8)
+    for shape in (CHAIN, PLAIN):
+        assert made.generate(PROMPTS, max_new_tokens=8, shape=shape) == first
+    with torch.inference_mode():
+        assert made.generate(PROMPTS, max_new_tokens=8, shape="auto") == first
+
+
 def test_synthetic_planning_is_labelled_and_teaches_nobody(speculator: Speculator) -> None:
     _, statistics = speculator.generate(
         PROMPTS, max_new_tokens=8, shape="auto", synthetic=3.5, return_stats=True

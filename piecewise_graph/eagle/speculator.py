@@ -83,7 +83,8 @@ class Speculator:
         check_options(draft_options or {})
         if not any(shape.steps for shape in self.shapes):
             draft = None
-        self._resources = Resources.make(model, draft, limits, options or {}, draft_options or {})
+        with _ordinary_tensors():
+            self._resources = Resources.make(model, draft, limits, options or {}, draft_options or {})
         self._prefill = Prefill(self._resources, self.graphs["prefill"])
         self._rounds = RoundStore(self._prefill)
         self._latest: Engine | None = None
@@ -279,7 +280,7 @@ class Speculator:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """No gradients, and a stream of our own: graphs follow each other faster there."""
-        with torch.no_grad():
+        with _ordinary_tensors():
             if self._stream is None:
                 yield
                 return
@@ -293,3 +294,13 @@ class Speculator:
 
 def _by_phase(graphs: Mapping[str, str]) -> GraphModes:
     return tuple((phase, graphs[phase]) for phase in PHASES)
+
+
+@contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """No gradients; what is made here may be written outside of a caller's `torch.inference_mode()`, too.
+
+    Caches, buffers and graphs are for all calls, and the callers' modes may differ.
+    """
+    with torch.inference_mode(False), torch.no_grad():  # the first turns gradients on
+        yield
