@@ -14,7 +14,7 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 580,
-    "rules": 824,
+    "rules": 825,
     "claims": 430,
     "proof": 357,
 }

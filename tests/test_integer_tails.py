@@ -128,12 +128,16 @@ OPERANDS: dict[str, Callable[[Tensor, Any], Tensor]] = {  # numbers that the ten
     "maximum": lambda i, _: (torch.maximum(i.to(torch.uint8), i.new_full((), -1)) * i[0]).sum(),
     "quotient": lambda i, _: ((i.to(torch.int8) * 0 + 100) // 300 * i[0]).sum(),
 }
+RANGES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "largest": lambda i, _: (((i + 9)[:, None].expand(-1, 3).aminmax(dim=1).max >= 4) * i[0]).sum(),
+    "clamp_of_any": lambda i, _: (((i ^ 0).clamp(0, 7) < 5) * i[0]).sum(),
+}
 
 
-@pytest.mark.parametrize("name", [*COPIES, *WRAPPED, *OPERANDS])
+@pytest.mark.parametrize("name", [*COPIES, *WRAPPED, *OPERANDS, *RANGES])
 @BOTH
 def test_copies_and_numbers_that_wrap_are_no_zeros(entry: Any, name: str, device: torch.device) -> None:
-    model = Embeds((COPIES | WRAPPED | OPERANDS)[name]).to(device)
+    model = Embeds((COPIES | WRAPPED | OPERANDS | RANGES)[name]).to(device)
     fast = entry(model, **IDS) if entry is compiled else entry(model)
     for most in (1, 16):
         for count in (5, 7, 6, 3, 8, 5, 6):

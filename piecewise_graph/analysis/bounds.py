@@ -203,9 +203,7 @@ def _clamp(call: Call, of: BoundsOf) -> Bounds | None:
     source = of(call.arguments["self"])
     bounds = [None if end is None else of(end) for end in (low, high)]
     if source is None and None not in bounds:
-        least, most = bounds
-        assert least is not None and most is not None
-        return _smaller(_greater(most, least), most)  # never below `min`, but where `max` is
+        return _smaller(hull(bounds), bounds[1])  # never below `min`, but where `max` is
     if low is not None:
         source = _greater(source, bounds[0])
     return source if high is None else _smaller(source, bounds[1])

@@ -387,6 +387,7 @@ def constant_pad(call: Call) -> State:
 
 
 _NEUTRAL = {**dict.fromkeys(("sum", "any", "count_nonzero"), Bounds.of(0, 1)), "all": Bounds.of(1, 2)}
+_PLACES, _EXTREMES = ("aten::argmax", "aten::argmin"), ("aten::amax", "aten::amin", "aten::aminmax")
 
 
 # --- reductions and rows --------------------------------------------------------------------------
@@ -415,13 +416,13 @@ def reduce(call: Call) -> Sequence[State]:
     dims = tuple(() if d in reduced else dim for d, dim in enumerate(claim.dims) if keep or d not in reduced)
     results: list[State] = []
     for number, result in enumerate(call.results):
-        places = number == 1 or call.name in ("aten::argmax", "aten::argmin")
+        places = call.name in _PLACES or (number == 1 and call.name not in _EXTREMES)
         found = None
         if places and is_integer(result):
             found = whole_range(source.numel() if len(reduced) != 1 else source.shape[min(reduced)])
         elif result.dtype == torch.bool:
             found = whole_range(2)
-        elif is_integer(result) and call.name in ("aten::amax", "aten::amin", "aten::max", "aten::min"):
+        elif is_integer(result) and call.name in (*_EXTREMES, "aten::max", "aten::min"):
             results.append(Claim(dims, claim.live, claim.tail))
             continue
         results.append(Claim(dims, found, found))
