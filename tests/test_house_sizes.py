@@ -14,7 +14,7 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 580,
-    "rules": 825,
+    "rules": 838,
     "claims": 430,
     "proof": 357,
 }
@@ -76,7 +76,7 @@ BUDGETS = {
     "_torch": 942,
     "kernels": 1236,
     "splitter": 1388,
-    "analysis": 1683,
+    "analysis": 1689,
     "compiler": 2256,
     "recorder": 1185,
     "runtime": 1438,

@@ -161,6 +161,32 @@ def test_a_guard_that_divides_by_nothing_at_a_bucket_is_not_met_there(device: to
         assert_same(fast(x)[0], model(x)[0])
 
 
+PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "the last": lambda a: a[-1],
+    "the last two": lambda a: a[-2:],
+    "in the middle": lambda a: a[a.shape[0] // 2],
+    "the last of a column": lambda a: a.select(1, 0)[-1:],
+}
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_a_row_of_zeros_that_is_counted_from_the_end(
+    place: Callable[[Tensor], Tensor], compiler: str, device: torch.device
+) -> None:
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        marks = torch.zeros_like(x)
+        place(marks).add_(x[0, 0])
+        return (ops.mix(x + marks),)
+
+    fast = compiled(model, compiler=compiler)
+    for count in (3, 5):  # nothing differs at the calls that capture
+        fast(torch.zeros(count, WIDTH, device=device))
+    for count in (3, 5, 7, 3):
+        x = rows(count, device)
+        assert_same(fast(x), model(x))
+
+
 VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda a: a[:, :4],
     lambda a: a.view(a.shape),

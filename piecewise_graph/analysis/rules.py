@@ -248,6 +248,15 @@ def repeat(call: Call) -> State:
     return claim.with_dims(dims)
 
 
+def _require_fixed(source: Tensor, at: int, place: Any) -> None:
+    """Of equal elements any may be read, but the view may be written: its place is counted from the front.
+
+    Repeated memory (stride 0) is one place.
+    """
+    fixed = not is_symbolic(place) and place >= 0
+    require(fixed or _torch.expression(source.stride(at)) == 0, "counts from the end")
+
+
 @rule("slice")
 def slice_(call: Call) -> State:
     """A part of a dimension that is found from its front, with live elements only where it says so.
@@ -260,6 +269,7 @@ def slice_(call: Call) -> State:
     if _torch.expression(size) == _torch.expression(source.shape[at]) and step == 1:
         return claim
     if dim is UNIFORM:
+        _require_fixed(source, at, start)
         return claim.with_dims(replaced(claim.dims, at, call.padding.uniform(size)))
     require(not is_symbolic(start) and not is_symbolic(step), "slice by a size")
     tokens, new = leading_tokens(dim), None
@@ -288,7 +298,10 @@ def select(call: Call) -> State:
     claim, at, index = call.layout(call.tensors[0]), call.dim_of(call.tensors[0]), call.arguments["index"]
     dim, tokens = claim.dims[at], leading_tokens(claim.dims[at])
     first = tokens is not None and index == 0 and tokens.live >= 0
-    require(dim is UNIFORM or (not is_symbolic(index) and (is_constant(dim) or first)), "selects a token")
+    if dim is UNIFORM:
+        _require_fixed(call.tensors[0], at, index)
+    else:
+        require(not is_symbolic(index) and (is_constant(dim) or first), "selects a token")
     return claim.with_dims(without(claim.dims, at))
 
 
