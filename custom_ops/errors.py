@@ -322,7 +322,7 @@ class CacheError(PiecewiseError):
     def never_fits(cls, tokens: int, pages: int, total: int, page_size: int) -> CacheError:
         return cls(
             f"a request of {tokens} tokens needs {pages} pages of {page_size} tokens; the cache has {total}.",
-            "make the cache larger (num_pages), or ask for fewer tokens.",
+            "make the cache larger (num_pages; continuous batching: num_blocks), or ask for fewer tokens.",
         )
 
     @classmethod

@@ -21,7 +21,7 @@ from transformers import (
 
 import piecewise_graph as pg
 from piecewise_graph.custom_ops.attention import make_batch
-from piecewise_graph.custom_ops.errors import AttentionError
+from piecewise_graph.custom_ops.errors import AttentionError, CacheError
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 
 MODEL = Path(__file__).parents[1] / "benchmarks" / "models" / "byte-llama"
@@ -88,6 +88,30 @@ def test_shared_prefixes_and_prompts_in_chunks(served: Any) -> None:
 def test_requests_that_make_way_for_others(served: Any) -> None:
     with pg.counters.expect(fallbacks=0):
         assert generated(served, LONG, num_blocks=12) == by_sdpa(LONG, served.device)
+
+
+def test_a_request_that_outgrows_the_cache_is_refused_and_the_others_go_on(served: Any) -> None:
+    """In a step, it would end transformers' thread, and all requests with it."""
+    settings = {"num_blocks": 4, "max_batch_tokens": MAX_TOKENS}
+    settings["page_size" if "page_size" in PAGED else "block_size"] = 16
+    if "auto_switch_to_flash" in PAGED:
+        settings["auto_switch_to_flash"] = False
+    manager = served.init_continuous_batching(
+        generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1),
+        continuous_batching_config=ContinuousBatchingConfig(**settings),
+    )
+    manager.start()
+    try:
+        for _ in range(2):
+            with pytest.raises(CacheError, match="needs 5 pages of 16 tokens; the cache has 4"):
+                manager.add_request([5] * 8, max_new_tokens=58)
+            asked = manager.add_request([5] * 8, max_new_tokens=57)  # all of the cache
+            result = manager.get_result(asked, timeout=60)
+            assert result is not None and len(result.generated_tokens) == 57 and result.error is None
+    finally:
+        manager.stop(block=True)
+    with pytest.raises(CacheError, match="the cache has 4"):
+        generated(served, ("x" * 50,), num_blocks=4)
 
 
 def test_captured_before_serving(served: Any) -> None:

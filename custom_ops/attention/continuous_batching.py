@@ -35,7 +35,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from piecewise_graph.context import forward_context
 from piecewise_graph.frontend.compile import compile
 
-from ..errors import AttentionError
+from ..errors import AttentionError, CacheError
 from ..kv_cache import PagedKVCache
 from ..rope_limit import rope_limit
 from .batch import AttentionBatch
@@ -128,9 +128,14 @@ class _Manager(ContinuousBatchingManager):
             raise AttentionError.two_batches()
 
     def add_request(self, input_ids: list[int], *args: Any, **kwargs: Any) -> Any:
-        """Refuse here, and not in a step of all requests, one that would change the RoPE of the others."""
+        """Refuse here, and not in a step of all requests, one that would change the RoPE of the others.
+
+        Also one that outgrows the cache: the step in which it does ends transformers' thread, and with it all
+        requests, those to come too.
+        """
         new = args[1] if len(args) > 1 else kwargs.get("max_new_tokens")
-        _check_length(self.model, len(input_ids), new, self.generation_config)
+        config = self.continuous_batching_config
+        _check_length(self.model, len(input_ids), new, self.generation_config, config)
         return super().add_request(input_ids, *args, **kwargs)
 
     def switch_to_cb_friendly_attn(self, model: Any, *_: Any) -> None:
@@ -159,20 +164,26 @@ def _generate_batch(
 ) -> Any:
     """`generate_batch`, which would log the refusal of a request, and return nothing."""
     settings = generation_config or model.generation_config
-    _check_length(model, max(map(len, inputs), default=0), kwargs.get("max_new_tokens"), settings)
+    config = args[0] if args else kwargs.get("continuous_batching_config")
+    _check_length(model, max(map(len, inputs), default=0), kwargs.get("max_new_tokens"), settings, config)
     return type(model).generate_batch(model, inputs, generation_config, *args, **kwargs)
 
 
-def _check_length(model: Any, prompt: int, new: int | None, settings: Any) -> None:
-    """Refuse a prompt of so many tokens, and new ones, together beyond what the RoPE of `model` allows.
+def _check_length(model: Any, prompt: int, new: int | None, settings: Any, config: Any) -> None:
+    """Refuse a prompt of so many tokens, and new ones, beyond what `model`'s RoPE or the cache allows.
 
     Args:
         new: what the call asks for; None = what the generation config `settings` says. Where that is None
             too, transformers sets no limit: then the prompt alone is checked here, and the rest in each step.
+        config: says how many pages the cache has; where it does not, memory decides, and nothing is checked.
     """
     new = settings.max_new_tokens if new is None else new
     tokens = prompt + (new or 1) - 1  # nothing attends to the last one
     check_positions(rope_limit(model.config.get_text_config()), tokens)
+    pages = getattr(config, "num_blocks", None)
+    page_size = getattr(config, "page_size", None) or getattr(config, "block_size", None)  # its older name
+    if pages and page_size and tokens > pages * page_size:
+        raise CacheError.never_fits(tokens, -(-tokens // page_size), pages, page_size)
 
 
 def _forward(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs: Any) -> Any:
