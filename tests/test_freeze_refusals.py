@@ -185,8 +185,10 @@ class Hidden:
         ({1}, lambda given: given.add(2)),
         (set(), lambda given: given.add(2)),
         (types.SimpleNamespace(by=2.0), lambda given: setattr(given, "by", 5.0)),
+        (types.SimpleNamespace(by=2.0), lambda given: setattr(given, "by", 2)),
+        (Scale(0.0), lambda given: setattr(given, "by", False)),
     ],
-    ids=["a dataclass", "a set", "an empty set", "an object"],
+    ids=["a dataclass", "a set", "an empty set", "an object", "an equal integer", "an equal bool"],
 )
 def test_an_argument_that_was_changed_in_place_is_refused(
     given: Any, change: Callable[[Any], None], device: torch.device

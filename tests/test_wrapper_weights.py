@@ -67,6 +67,16 @@ class Quantised(Tensor):
         return functional.linear(x, weight.data_.to(x.dtype) * weight.scale_[:, None], bias)
 
 
+class Marked(Quantised):
+    """What it does depends on the type of its mark, and on what a list of marks holds."""
+
+    @staticmethod
+    def linear(x: Tensor, weight: Quantised, bias: Tensor | None = None) -> Tensor:
+        mark: Any = weight.whole
+        by = sum(mark) if isinstance(mark, list) else {bool: 2.0, int: 3.0, float: 4.0}[type(mark)]
+        return functional.linear(x, weight.data_.to(x.dtype) * weight.scale_[:, None], bias) * by
+
+
 class Pair(Tensor):
     """A wrapper of wrappers: a weight in two halves of rows."""
 
@@ -170,6 +180,29 @@ def test_another_weight_gets_graphs_of_its_own(device: torch.device) -> None:
     with pg.counters.expect(tapes=1, replays=2, fallbacks=0):
         for _ in range(3):
             same(fast(x), model(x))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_marks_that_are_equal_to_python_are_told_apart(compiler: str, device: torch.device) -> None:
+    model = Blocks(layers=3).to(device)
+    for linear, mark in zip(model.linears, (1, True, 1.0), strict=True):
+        weight: Any = Marked.of(linear.weight.detach(), mark)  # type: ignore[arg-type]
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+    fast = compiled(model, token_dim={"x": 0}, compiler=compiler)
+    for n in (5, 3, 5, 8):
+        x = rows(n, device)
+        same(fast(x), model(x))
+
+
+def test_a_mark_that_is_changed_in_place_is_compiled_anew(device: torch.device) -> None:
+    model, marks = Blocks(layers=2).to(device), ([1], [2])
+    for linear, mark in zip(model.linears, marks, strict=True):
+        weight: Any = Marked.of(linear.weight.detach(), mark)  # type: ignore[arg-type]
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+    fast = compiled(model, token_dim={"x": 0}, compiler="aot_eager")
+    for n, first in ((5, 1), (3, 1), (5, 7), (3, 7)):
+        marks[0][0], x = first, rows(n, device)
+        same(fast(x), model(x))
 
 
 def test_models_of_wrappers_alone_keep_their_own(device: torch.device) -> None:

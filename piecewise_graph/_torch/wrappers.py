@@ -44,6 +44,7 @@ class WrapperLayout:
 
     Attributes:
         names, context: what `__tensor_flatten__` returns.
+        text: of the context as it was: 1, 1.0 and True are equal, and a list may change.
         shape, stride: of the wrapper.
         inner: of each part, by position: its layout, None for a tensor that is no wrapper, or what it holds.
     """
@@ -51,6 +52,7 @@ class WrapperLayout:
     kind: type
     names: tuple[str, ...]
     context: Any
+    text: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     inner: tuple[WrapperLayout | Held | None, ...]
@@ -62,7 +64,7 @@ class WrapperLayout:
         names, context = wrapper.__tensor_flatten__()
         inner = tuple(cls._of_part(getattr(wrapper, name)) for name in names)
         sizes = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
-        return cls(type(tensor), tuple(names), context, *sizes, inner)
+        return cls(type(tensor), tuple(names), context, repr(context), *sizes, inner)
 
     @classmethod
     def _of_part(cls, part: Any) -> WrapperLayout | Held | None:

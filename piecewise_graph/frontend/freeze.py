@@ -178,7 +178,7 @@ class Frozen:
                 raise FreezeError.constant(self._names[index], found, expected)
         for index, expected in self._states:
             found = state_of_object(leaves[index])
-            if found != expected:
+            if not _is_equal(found, expected):
                 raise FreezeError.kind(self._names[index], f"an object with {found}", f"one with {expected}")
         for index, expected in self._unread:
             found, name = leaves[index], self._names[index]
@@ -275,9 +275,17 @@ class Frozen:
 
 
 def _is_equal(found: Any, expected: Any) -> bool:
+    """Of one kind too: 1, 1.0 and True are equal to Python, as are 0.0 and -0.0."""
     if type(found) is not type(expected):
         return False
-    return repr(found) == repr(expected) if isinstance(found, float) else bool(found == expected)  # -0.0
+    if isinstance(found, (float, complex)):
+        return repr(found) == repr(expected)
+    if isinstance(found, dict):
+        names = found.keys() == expected.keys()
+        return names and all(v is expected[k] or _is_equal(v, expected[k]) for k, v in found.items())
+    if isinstance(found, (set, frozenset)):
+        return {(type(v), v) for v in found} == {(type(v), v) for v in expected}
+    return bool(found == expected)
 
 
 def _autocast_question(split: SplitGraph) -> Callable[[], bool]:
