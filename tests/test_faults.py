@@ -51,6 +51,18 @@ def failing() -> Iterator[Callable[[int, BaseException], None]]:
     HOOK[0] = lambda x: x
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("no free page")])
+def test_error_of_an_op_in_the_first_call_is_raised_as_it_is(
+    error: BaseException, failing: Callable[[int, BaseException], None]
+) -> None:
+    fast, x = compiled(twice), rows(3, CPU)
+    failing(1, error)
+    with pytest.raises(type(error)) as raised:
+        fast(x)
+    assert raised.value is error
+    assert_same(fast(x), twice(x))
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()], ids=["error", "interrupt"])
 @pytest.mark.parametrize("call", [1, 2])
 @pytest.mark.parametrize("entry", [compiled, lambda f: frozen(f, CPU)], ids=["call", "frozen"])

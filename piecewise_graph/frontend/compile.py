@@ -163,8 +163,10 @@ class CompiledModel:
             else:
                 result = self._answer(args, kwargs, count)
         except Exception as error:
-            # A trace that has never answered may have failed because it cannot take these inputs.
-            untried = not self._answered or len(self.model_state.signatures) > known
+            # A trace that has never answered may have failed because it cannot take these inputs; one that
+            # began to run takes them, and the error is of its ops: no memory, or one of the caller's own.
+            new = not self._answered or len(self.model_state.signatures) > known
+            untried = new and not self.model_state.channel.graphs_run
             raised = self._plain_error(error, tensors, untried)
             if raised is None:
                 raise
