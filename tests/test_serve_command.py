@@ -68,8 +68,8 @@ def wait_for(url: str, server: subprocess.Popen[str]) -> None:
     pytest.fail(f"no server came up:\n{server.communicate()[1][-3000:]}")
 
 
-def complete(url: str, prompt: str) -> str:
-    body = json.dumps({"prompt": prompt, "max_tokens": NEW, "temperature": 0}).encode()
+def complete(url: str, prompt: str, **more: Any) -> str:
+    body = json.dumps({"prompt": prompt, "max_tokens": NEW, "temperature": 0} | more).encode()
     asked = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
         return str(json.load(answer)["choices"][0]["text"])
@@ -88,6 +88,11 @@ def test_answers_are_those_of_transformers_and_steps_are_replayed(ended_by: sign
     ) as server:
         try:
             wait_for(url, server)
+            for streams in (False, True):
+                with pytest.raises(urllib.error.HTTPError) as refused:
+                    complete(url, "Hello", max_tokens=5000, stream=streams)
+                assert refused.value.code == 400
+                assert "of 16 tokens; the cache has 64" in json.load(refused.value)["error"]
             with ThreadPoolExecutor(len(PROMPTS)) as clients:
                 answers = [list(clients.map(complete, [url] * 3, PROMPTS)) for _ in range(2)]
             server.send_signal(ended_by)

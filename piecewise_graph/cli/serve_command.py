@@ -54,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
     pg.register_attention()
     served: dict[Any, Any] = {}
     server = _build(options, _with_graphs(base, options, served), served)
+    _answer_refusals(server)
     try:
         with _sigterm_as_sigint():
             server.server.run()
@@ -161,6 +162,22 @@ def _build(options: argparse.Namespace, manager: Any, served: dict[Any, Any]) ->
     if not hasattr(server, "server"):
         raise _missing(f"{_SERVER}.Serve.server")
     return server
+
+
+def _answer_refusals(server: Any) -> None:
+    """Have a client told what this library refuses in its request: more tokens than the cache holds.
+
+    A server that is built in another way answers the status 500, as it does to any error.
+    """
+    app = getattr(getattr(server.server, "config", None), "app", None)
+    if hasattr(app, "add_exception_handler"):
+        app.add_exception_handler(PiecewiseError, _refused)
+
+
+async def _refused(_: Any, error: Exception) -> Any:
+    from fastapi.responses import JSONResponse  # `_check` has looked for the package
+
+    return JSONResponse({"error": str(error)}, status_code=400)
 
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
