@@ -197,6 +197,7 @@ def test_demo_completes_text_like_eager(capsys: pytest.CaptureFixture[str]) -> N
         (["--model", MODEL, "--dtype", "float8_e4m3fn"], "dtype 'float8_e4m3fn' cannot be used"),
         (["--model", MODEL, "--dtype", ""], "dtype '' cannot be used"),
         (["--model", MODEL, "--device", "gpu"], "device 'gpu' cannot be used"),
+        (["--model", MODEL, "--device", "hpu"], "device 'hpu' cannot be used"),
         (["--model", MODEL, "--device", "meta"], "device 'meta' cannot be used"),
         (["--model", ""], "the model '' cannot be used"),
         (["--model", __file__], "cannot be used"),
@@ -225,6 +226,7 @@ def test_a_damaged_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["demo", "--prompt", ""], "an empty prompt has no tokens"),
         (["generate", "--model", MODEL, "--prompt", ""], "an empty prompt has no tokens"),
+        (["demo", "--prompt", "a\udcff"], "the prompt is not valid UTF-8"),
         (["serve", MODEL, "--port", "65536"], "pass a port from 1 to 65535"),
         (["serve", MODEL, "--page-size", "24"], "argument --page-size: invalid choice"),
         (["explain", "--new-tokens", "4"], "unrecognized arguments: --new-tokens"),

@@ -163,6 +163,7 @@ def test_plain_decoding_needs_no_draft_and_prompts_can_be_text(tmp_path: Path) -
         (["--steps", "3"], "--random-draft eagle1"),
         (["--prompts", "prompts.txt"], "--model DIR"),
         (["--json", "nowhere/out.json"], "its folder does not exist"),
+        (["--json", "/dev/full"], "--json /dev/full cannot be written: No space left on device"),
         (["--num-pages", "4"], "num_pages"),
         ([*DRAFT, "--compare", "steps=2,pages=4"], "It changes one or more of: steps"),
         ([*DRAFT, "--top-p", "0", "--temperature", "1"], "pass a probability above 0"),

@@ -29,6 +29,10 @@ class Help(argparse.HelpFormatter):
 def _text(given: str) -> str:
     if not given:
         raise argparse.ArgumentTypeError("an empty prompt has no tokens to go on from; pass some text")
+    try:
+        given.encode()  # Python keeps bytes of a command line that are no text
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("the prompt is not valid UTF-8; pass text") from None
     return given
 
 

@@ -163,6 +163,6 @@ def named_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.ones(1, device=device).item()  # the meta device has no values
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:  # the last: it needs a package
         raise CommandError.no_device(name, error) from error
     return device

@@ -15,7 +15,7 @@ from piecewise_graph.bench.trace import trace
 from piecewise_graph.eagle.head.checkpoint_files import read_json
 
 from .errors import CommandError
-from .files import check_file
+from .files import check_file, write_file
 from .loading import Served, check_model, make_served, named_dtype
 from .processes import check_processes, is_first, is_rank, joined, start
 
@@ -46,7 +46,7 @@ def _measure(options: argparse.Namespace, sides: Mapping[str, Setting]) -> None:
         )
         if options.json and is_first():  # now, so that a run that is cut short keeps what it has
             content = outcome.to_dict(options.command_line, load)
-            options.json.write_text(json.dumps(content, indent=1) + "\n")
+            write_file("--json", options.json, json.dumps(content, indent=1) + "\n")
     if is_first():
         _show(options, outcome)
     if options.trace:
