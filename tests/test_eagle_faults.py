@@ -13,7 +13,7 @@ from test_wrapper_weights import Quantised
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import piecewise_graph as pg
-from piecewise_graph.eagle import DraftConfig, DraftModel, DraftShape, Speculator, SpeculatorError
+from piecewise_graph.eagle import DraftConfig, DraftModel, DraftShape, EagleError, Speculator, SpeculatorError
 from piecewise_graph.eagle.rounds.round import Round
 from piecewise_graph.errors import AddressMovedError
 
@@ -223,6 +223,28 @@ def test_what_inference_mode_made_serves_outside_of_it(device: torch.device) -> 
         assert made.generate(PROMPTS, max_new_tokens=8, shape=shape) == first
     with torch.inference_mode():
         assert made.generate(PROMPTS, max_new_tokens=8, shape="auto") == first
+
+
+def test_autocast_around_the_loop_changes_nothing(speculator: Speculator, device: torch.device) -> None:
+    """Models compute in the dtype of their weights, whichever call has captured the graphs."""
+    wanted = speculator.generate(PROMPTS, max_new_tokens=8)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert speculator.generate(PROMPTS, max_new_tokens=8) == wanted
+        target = build_target(device)
+        made = Speculator(target, build_draft(target), shapes=[CHAIN], max_requests=2, **EAGER)
+        made.prepare()
+        assert made.generate(PROMPTS, max_new_tokens=8) == wanted
+    assert made.generate(PROMPTS, max_new_tokens=8) == wanted
+
+
+def test_a_head_of_a_target_without_llamas_fields_asks_for_them() -> None:
+    config = GPT2Config(n_embd=32, n_head=2, n_layer=2, vocab_size=VOCABULARY)
+    given = {"intermediate_size": 48, "hidden_act": "silu"}
+    with pytest.raises(EagleError, match="take as intermediate_size, rms_norm_eps, hidden_act"):
+        DraftConfig.for_target(config, "eagle1")
+    with pytest.raises(EagleError, match="take as rms_norm_eps"):
+        DraftConfig.for_target(config, "eagle1", **given)
+    assert DraftConfig.for_target(config, "eagle1", **given, rms_norm_eps=1e-5).rms_norm_eps == 1e-5
 
 
 def test_synthetic_planning_is_labelled_and_teaches_nobody(speculator: Speculator) -> None:

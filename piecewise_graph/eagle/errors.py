@@ -55,6 +55,10 @@ class EagleError(PiecewiseError, ValueError):
     """A draft head, or its use, that does not fit the target model or the checkpoint."""
 
     bad_config = _Message("DraftConfig({field}={value!r}) cannot work.", "pass {expected}.")
+    missing_fields = _Message(
+        "{config} does not say what a draft head's layers, which are Llama's, take as {fields}.",
+        "pass it beside the target's config, as in DraftConfig.for_target(config, kind, rms_norm_eps=1e-5).",
+    )
     wrong_module = _Message(
         "{name} to be shared has a weight of shape {found}, the draft needs {expected}.",
         "pass the target's module of the same vocabulary and hidden size, or {name}=None: the draft then "

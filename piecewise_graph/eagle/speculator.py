@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -78,12 +78,12 @@ class Speculator:
         self.max_requests, self.max_seq_len = limits.max_requests, limits.max_seq_len
         self.batch_sizes = limits.batch_sizes
         self.planner = Planner(self.shapes)
-        check_models(model, draft, self.shapes, page_size)
         check_options(options or {})
         check_options(draft_options or {})
-        if not any(shape.steps for shape in self.shapes):
-            draft = None
-        with _ordinary_tensors():
+        with _own_modes(model.device.type):
+            check_models(model, draft, self.shapes, page_size)
+            if not any(shape.steps for shape in self.shapes):
+                draft = None
             self._resources = Resources.make(model, draft, limits, options or {}, draft_options or {})
         self._prefill = Prefill(self._resources, self.graphs["prefill"])
         self._rounds = RoundStore(self._prefill)
@@ -279,8 +279,8 @@ class Speculator:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """No gradients, and a stream of our own: graphs follow each other faster there."""
-        with _ordinary_tensors():
+        """Our own modes, and a stream of our own: graphs follow each other faster there."""
+        with _own_modes(self.device.type):
             if self._stream is None:
                 yield
                 return
@@ -297,10 +297,12 @@ def _by_phase(graphs: Mapping[str, str]) -> GraphModes:
 
 
 @contextmanager
-def _ordinary_tensors() -> Iterator[None]:
-    """No gradients; what is made here may be written outside of a caller's `torch.inference_mode()`, too.
+def _own_modes(device: str) -> Iterator[None]:
+    """No gradients, no autocast, and tensors that may be written outside of a caller's inference mode, too.
 
     Caches, buffers and graphs are for all calls, and the callers' modes may differ.
     """
-    with torch.inference_mode(False), torch.no_grad():  # the first turns gradients on
+    is_cast = torch.is_autocast_enabled(device)  # asked, since leaving it costs more in every step
+    autocast = torch.autocast(device, enabled=False) if is_cast else nullcontext()
+    with torch.inference_mode(False), torch.no_grad(), autocast:  # the first turns gradients on
         yield

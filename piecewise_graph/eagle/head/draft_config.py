@@ -128,18 +128,24 @@ class DraftConfig:
         Args:
             config: the target's, from transformers.
             changes: fields that differ, such as `draft_vocab_size` or `rope_parameters`.
+
+        Raises:
+            EagleError: the target's config has no such field as a head needs, and `changes` has none.
         """
         config = config.get_text_config()
-        fields = llama_fields(config)
+        fields = llama_fields(config) | changes
+        missing = [name for name in LLAMA_FIELDS if name not in fields]
+        if missing:
+            raise EagleError.missing_fields(type(config).__name__, ", ".join(missing))
         if kind == "eagle3":
-            fields["feature_layers"] = default_feature_layers(config.num_hidden_layers)
-        return cls(kind=kind, **(fields | changes))
+            fields.setdefault("feature_layers", default_feature_layers(config.num_hidden_layers))
+        return cls(kind=kind, **fields)
 
 
 def llama_fields(config: Any) -> dict[str, Any]:
-    """Fields of a `DraftConfig`, from transformers' config of a Llama-like model."""
+    """Fields of a `DraftConfig`, from transformers' config of a Llama-like model: those that it has."""
     heads = config.num_attention_heads
-    return {name: getattr(config, name) for name in LLAMA_FIELDS} | {
+    return {name: getattr(config, name) for name in LLAMA_FIELDS if hasattr(config, name)} | {
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "draft_vocab_size": config.vocab_size,
