@@ -169,7 +169,7 @@ def _answer_refusals(server: Any) -> None:
 
     A server that is built in another way answers the status 500, as it does to any error.
     """
-    app = getattr(getattr(server.server, "config", None), "app", None)
+    app: Any = getattr(getattr(server.server, "config", None), "app", None)
     if hasattr(app, "add_exception_handler"):
         app.add_exception_handler(PiecewiseError, _refused)
 
