@@ -14,9 +14,9 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 580,
-    "rules": 838,
+    "rules": 836,
     "claims": 430,
-    "proof": 357,
+    "proof": 373,
 }
 
 
@@ -76,7 +76,7 @@ BUDGETS = {
     "_torch": 943,
     "kernels": 1236,
     "splitter": 1388,
-    "analysis": 1689,
+    "analysis": 1704,
     "compiler": 2256,
     "recorder": 1185,
     "runtime": 1438,

@@ -118,7 +118,27 @@ WRAPPED: dict[str, Callable[[Tensor, Any], Tensor]] = {  # i[0] is zero at the c
         ((torch.arange(120, i.shape[0] + 120, dtype=torch.int8, device=i.device) < 0) & (i < 64)) * i[0]
     ).sum(),
     "filled": lambda i, _: ((torch.full_like(i, -1, dtype=torch.uint8).long() + 1 + i) * i[0]).sum(),
+    "filled_by_a_tensor": lambda i, _: (
+        ((torch.zeros_like(i, dtype=torch.uint8).fill_(i.new_full((), -1)).long() > 100) & (i < 64)) * i[0]
+    ).sum(),
+    "true_by_a_tensor": lambda i, _: (
+        ((torch.zeros_like(i, dtype=torch.bool).fill_(i.new_full((), 5)).long() < 3) & (i < 64)) * i[0]
+    ).sum(),
+    "past_the_largest": lambda i, _: (
+        ((torch.arange(i.shape[0], dtype=torch.int32, device=i.device) + (2**31 - 1) < 0) & (i < 64)) * i[0]
+    ).sum(),
+    "running_long": lambda i, _: (((torch.full_like(i, 2**62).cumsum(0) < 0) & (i < 64)) * i[0]).sum(),
+    "written_as_another_type": lambda i, _: (((_halves_of_one(i) > 5) & (i < 64)) * i[0]).sum(),
 }
+
+
+def _halves_of_one(like: Tensor) -> Tensor:
+    """2**32 + 1 everywhere."""
+    numbers = torch.zeros_like(like)[:, None].clone()
+    numbers.view(torch.int32).fill_(1)
+    return numbers[:, 0]
+
+
 OPERANDS: dict[str, Callable[[Tensor, Any], Tensor]] = {  # numbers that the tensor's own type does not hold
     "at_least_200": lambda i, _: ((i.to(torch.int8) >= 200) * i[0]).sum(),
     "at_most_minus_1": lambda i, _: ((i.to(torch.uint8) <= -1) * i[0]).sum(),
@@ -143,6 +163,34 @@ def test_copies_and_numbers_that_wrap_are_no_zeros(entry: Any, name: str, device
         for count in (5, 7, 6, 3, 8, 5, 6):
             ids = torch.randint(0, most, (count,), device=device)
             assert_same(fast(ids), model(ids))
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "infinity": lambda x: torch.full((x.shape[0],), float("inf"), dtype=torch.bool, device=x.device),
+    "nan": lambda x: torch.zeros_like(x, dtype=torch.bool).fill_(float("nan")),
+    "complex": lambda x: torch.zeros_like(x, dtype=torch.bool).fill_(1j),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_masks_are_filled_with_numbers_that_no_integer_equals(name: str, device: torch.device) -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.mix(x), NUMBERS[name](x)
+
+    fast = compiled(model)
+    for count in (3, 5, 3):
+        x = rows(count, device)
+        assert_same(fast(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_a_buffer_whose_numbers_torch_does_not_compare(dtype: torch.dtype, device: torch.device) -> None:
+    model = Embeds(lambda ids, own: own.flags.float()[:3] + ids[0]).to(device)
+    model.flags = torch.arange(16, device=device).to(dtype)
+    fast = compiled(model, **IDS)
+    for count in (3, 5, 3):
+        ids = torch.randint(0, 16, (count,), device=device)
+        assert_same(fast(ids), model(ids))
 
 
 @BOTH

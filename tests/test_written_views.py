@@ -187,6 +187,27 @@ def test_a_row_of_zeros_that_is_counted_from_the_end(
         assert_same(fast(x), model(x))
 
 
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_rows_that_are_written_through_a_view_that_begins_a_row_earlier(
+    compiler: str, device: torch.device
+) -> None:
+    """The last row of the later view is no row of the earlier one: at a bucket it is, one of the tail."""
+
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        marks = (ops.mix(x) > 0).float()
+        all_rows = torch.cat([marks[:1] * 0, marks * 0])
+        later = all_rows[1:]
+        all_rows[:-1].add_(marks)
+        return (ops.mix(later * 1),)
+
+    fast = compiled(model, compiler=compiler)
+    for count in (3, 8, 5):  # nothing differs at the calls that capture
+        fast(torch.zeros(count, WIDTH, device=device))
+    for count in (8, 5, 7, 3, 8, 5):
+        x = rows(count, device)
+        assert_same(fast(x), model(x))
+
+
 VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda a: a[:, :4],
     lambda a: a.view(a.shape),

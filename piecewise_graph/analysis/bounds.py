@@ -27,7 +27,9 @@ from piecewise_graph.analysis.claims import (
 from piecewise_graph.analysis.op_call import Call
 
 BoundsOf = Callable[[Any], Bounds | None]
+_READ = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # aminmax knows these
 _FEW = 2**20  # elements that are read to find their bounds
+_MANY = 2**24  # no run has so many tokens
 
 
 def bounds_by_index(values: Sequence[Any]) -> dict[int, Bounds]:
@@ -36,7 +38,7 @@ def bounds_by_index(values: Sequence[Any]) -> dict[int, Bounds]:
     for index, value in enumerate(values):
         if (
             isinstance(value, Tensor)
-            and is_integer(value)
+            and value.dtype in _READ
             and 0 < value.numel() <= _FEW
             and not value.is_meta
         ):
@@ -129,10 +131,16 @@ def held(found: Bounds | None, dtype: torch.dtype) -> Bounds | None:
     if found is None or dtype.is_floating_point or dtype.is_complex:
         return None
     kind = torch.iinfo(dtype)
-    least, most = sympy.Integer(kind.min), sympy.Integer(kind.max) + 1
-    wide = kind.bits >= 32  # holds what counts tokens
-    low = never_larger(least, found.low) or (wide and not found.low.is_Integer)
-    return found if low and (never_larger(found.stop, most) or (wide and not found.stop.is_Integer)) else None
+    return found if -_most(-found.low) >= kind.min and _most(found.stop) <= kind.max + 1 else None
+
+
+def _most(value: sympy.Expr) -> sympy.Expr:
+    """No smaller than `value`, a sum of numbers and of multiples of token counts, in any run."""
+    most = sympy.Integer(0)
+    for term, factor in value.as_coefficients_dict().items():
+        counted = term.subs(dict.fromkeys(term.free_symbols, _MANY))
+        most += factor * counted if term == 1 or factor > 0 else 0
+    return most
 
 
 def _copied(call: Call, of: BoundsOf) -> Bounds | None:

@@ -35,6 +35,7 @@ from piecewise_graph.analysis.claims import (
     hull,
     is_constant,
     is_plain,
+    is_symbolic,
     live_claim,
     require,
 )
@@ -126,6 +127,7 @@ class _Walk(fx.Interpreter):
         self.writers: dict[int, list[fx.Node]] = {}
         self.feeders: dict[fx.Node, list[fx.Node]] = {}  # made what a node reads and cannot be narrowed
         self.torn: set[int] = set()  # storages of which a node on live rows made a view
+        self.shifted: set[int] = set()  # storages of which a view begins at a later token
         self.inputs: list[Tensor] = []
         self.node: fx.Node | None = None
 
@@ -183,6 +185,8 @@ class _Walk(fx.Interpreter):
         try:
             require(self.node not in self.found, "runs on live rows")
             states = self._judge(call)
+            if _begins_later(call):
+                self.shifted.add(_torch.storage_id(call.results[0]))
             for tensor, state in zip((*call.written, *call.new), states, strict=True):
                 write = self._write if call.writes(tensor) else self._keep
                 write(tensor, state)
@@ -251,13 +255,18 @@ class _Walk(fx.Interpreter):
         """The claim of a tensor after a write to a part of its storage, both with plain dimensions.
 
         Each live element of the whole that lies in the part must be live in the part: the part's token
-        dimensions are dimensions of tokens of the whole, told by their strides. All others stay as they were.
+        dimensions are dimensions of tokens of the whole, told by their strides, and begin at the same token.
+        All others stay as they were.
         """
         before, after = self._plain(whole, old), self._plain(part, new)
         if before is None or after is None or not _steps(part, after) <= _steps(whole, before):
             return None
+        if _torch.storage_id(part) in self.shifted and _steps(part, after):
+            return None
         if before.role is Role.UNWRITTEN:
             return replace(before, role=None)
+        if whole.dtype != part.dtype:  # its bits are other numbers here
+            return Claim(before.dims)
         live = hull([before.live, after.live])
         return Claim(before.dims, live, hull([before.anywhere, after.anywhere]))
 
@@ -349,6 +358,13 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Which elements of its storage a tensor shows, and as what."""
     layout = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
     return (tensor.dtype, tensor.ndim, *map(_torch.expression, layout))
+
+
+def _begins_later(call: Call) -> bool:
+    """It makes a view of tokens whose first row may be another one than its argument's."""
+    if call.name != "aten::slice" or not is_symbolic(call.results[0].shape[call.dim_of(call.results[0])]):
+        return False
+    return is_symbolic(call.arguments["start"]) or bool(call.arguments["start"])
 
 
 def _steps(tensor: Tensor, claim: Claim) -> set[sympy.Expr]:

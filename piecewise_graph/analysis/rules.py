@@ -674,14 +674,12 @@ def constant(call: Call) -> State:
     require(not is_symbolic(named), "size as a number")
     ones = call.name.removesuffix("_like").endswith("ones")
     number = named if named is not None else int(ones)
-    if isinstance(number, Tensor):
-        claim = call.claim(number)
-        live = claim.live if is_integer(number) else None
-        return Claim(tuple(map(call.padding.uniform, result.shape)), live, live)
     found = None
-    if is_integer(result) and int(number) == number:
-        one = Bounds.of(int(number), int(number) + 1)
-        found = whole_range(2) if result.dtype == torch.bool else held(one, result.dtype)
+    if isinstance(number, Tensor):
+        found = call.claim(number).live
+    elif isinstance(number, int) or (isinstance(number, float) and number.is_integer()):
+        found = Bounds.of(int(number), int(number) + 1)
+    found = held(found, result.dtype)
     return Claim(tuple(map(call.padding.uniform, result.shape)), found, found)
 
 
