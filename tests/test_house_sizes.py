@@ -81,7 +81,7 @@ BUDGETS = {
     "recorder": 1185,
     "runtime": 1438,
     "inspection": 1002,
-    "frontend": 1373,
+    "frontend": 1379,
     "custom_ops": 3749,
     "eagle": 3555,
     "integrations": 721,

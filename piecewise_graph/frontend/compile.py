@@ -31,8 +31,6 @@ dtype only, one that became None, one that left the parameters (pruning). So the
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -48,6 +46,7 @@ from piecewise_graph.compiler.segments import prepare
 from piecewise_graph.config import PiecewiseConfig
 from piecewise_graph.errors import InputError, PiecewiseError, TokenDimError, TraceError
 from piecewise_graph.frontend.generate import CompiledGenerate, generates
+from piecewise_graph.frontend.model_attributes import ModelAttributes
 from piecewise_graph.frontend.model_backend import ModelBackend
 from piecewise_graph.frontend.one_token import OneTokenTraces, Signature, is_of_transformers
 from piecewise_graph.frontend.strides import with_plain_strides
@@ -92,7 +91,7 @@ def compile(
     return CompiledModel(model, token_dim, PiecewiseConfig.from_options(options), batch_dim)
 
 
-class CompiledModel:
+class CompiledModel(ModelAttributes):
     """What pg.compile returns. Attributes that it does not have itself are the model's, read or set."""
 
     def __init__(
@@ -120,25 +119,7 @@ class CompiledModel:
             self.generate = CompiledGenerate(model, self.model_state)
         # Dynamo's cache lives as long as the code it compiled; graphs should not.
         weakref.finalize(self, ModelState.drop_graphs, self.model_state)
-        self._model = model  # last: see `_owns`
-
-    def __getattr__(self, name: str) -> Any:
-        model = self.__dict__["_model"]
-        found = getattr(model, name)
-        return _for_wrapper(found, model, self) if getattr(found, "__self__", None) is model else found
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """The model reads what is set: `compiled.scale = 2.0` reaches its forward, as with torch.compile."""
-        object.__setattr__(self, name, value) if self._owns(name) else setattr(self._model, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        object.__delattr__(self, name) if self._owns(name) else delattr(self._model, name)
-
-    def _owns(self, name: str) -> bool:
-        """Of this object: what it is made of, and what is set on a function, whose calls do not read it."""
-        given = self.__dict__.get("_model")
-        known = given is None or name in self.__dict__ or hasattr(type(self), name)
-        return known or inspect.isroutine(given)
+        self._model = model  # last: what is set after it is the model's
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What was given is pickled, and copied. A copy has traces and graphs of its own.
@@ -313,17 +294,6 @@ class CompiledModel:
             if len(places) == 1 and tensor.device not in places:
                 return TraceError.wrong_device(name, str(tensor.device), str(*places))
         return None
-
-
-def _for_wrapper(method: Callable[..., Any], model: Any, wrapper: CompiledModel) -> Callable[..., Any]:
-    """`compiled.eval()` and `compiled.to(...)` return what they are called on, which is not the model."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        return wrapper if result is model else result
-
-    return call
 
 
 def _has_hooks(model: Callable[..., Any]) -> bool:
