@@ -37,7 +37,9 @@ def load(attention: str, device: torch.device) -> Any:
     return model.eval().to(device)
 
 
-def generated(model: Any, texts: tuple[str, ...], page_size: int = 16, **more: Any) -> list[list[int]]:
+def generated(
+    model: Any, texts: tuple[str, ...], page_size: int = 16, persistent: bool = False, **more: Any
+) -> list[list[int]]:
     prompts = [[1, *(byte + 3 for byte in text.encode())] for text in texts]
     settings = {"num_blocks": 4096 // page_size, "max_batch_tokens": MAX_TOKENS, **more}
     settings["page_size" if "page_size" in PAGED else "block_size"] = page_size
@@ -47,6 +49,7 @@ def generated(model: Any, texts: tuple[str, ...], page_size: int = 16, **more: A
         prompts,
         generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1),
         continuous_batching_config=ContinuousBatchingConfig(**settings),
+        persistent_manager=persistent,
     )
     assert not [result.error for result in results.values() if result.error]
     return [result.generated_tokens for result in results.values()]
@@ -108,10 +111,23 @@ def test_a_request_that_outgrows_the_cache_is_refused_and_the_others_go_on(serve
             asked = manager.add_request([5] * 8, max_new_tokens=57)  # all of the cache
             result = manager.get_result(asked, timeout=60)
             assert result is not None and len(result.generated_tokens) == 57 and result.error is None
+            manager.generation_config.max_new_tokens = None  # without a limit: as many as the cache holds
+            result = manager.get_result(manager.add_request([5] * 20), timeout=60)
+            assert result is not None and len(result.generated_tokens) == 45 and result.error is None
     finally:
         manager.stop(block=True)
     with pytest.raises(CacheError, match="the cache has 4"):
         generated(served, ("x" * 50,), num_blocks=4)
+
+
+def test_a_batch_that_outgrows_the_cache_of_an_earlier_one_is_refused(served: Any) -> None:
+    generated(served, TEXTS[:1], num_blocks=4, persistent=True)
+    try:
+        with pytest.raises(CacheError, match="the cache has 4"):
+            generated(served, ("x" * 50,), persistent=True)
+        assert generated(served, TEXTS[:1], persistent=True) == by_sdpa(TEXTS[:1], served.device)
+    finally:
+        served.destroy_cached_continuous_batching_manager()
 
 
 def test_captured_before_serving(served: Any) -> None:

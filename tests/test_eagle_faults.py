@@ -10,7 +10,7 @@ import torch
 from eagle_cases import prefill, resources
 from internals import fail_capture
 from test_wrapper_weights import Quantised
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig
 
 import piecewise_graph as pg
 from piecewise_graph.eagle import DraftConfig, DraftModel, DraftShape, EagleError, Speculator, SpeculatorError
@@ -245,6 +245,12 @@ def test_a_head_of_a_target_without_llamas_fields_asks_for_them() -> None:
     with pytest.raises(EagleError, match="take as rms_norm_eps"):
         DraftConfig.for_target(config, "eagle1", **given)
     assert DraftConfig.for_target(config, "eagle1", **given, rms_norm_eps=1e-5).rms_norm_eps == 1e-5
+    without_heads = MambaConfig(hidden_size=32, vocab_size=VOCABULARY)
+    given |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 64}
+    with pytest.raises(EagleError, match="take as num_attention_heads"):
+        DraftConfig.for_target(without_heads, "eagle1", **given)
+    head = DraftConfig.for_target(without_heads, "eagle1", **given, num_attention_heads=4)
+    assert (head.head_dim, head.num_key_value_heads) == (8, 4)
 
 
 def test_synthetic_planning_is_labelled_and_teaches_nobody(speculator: Speculator) -> None:

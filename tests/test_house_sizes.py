@@ -14,7 +14,7 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 580,
-    "rules": 836,
+    "rules": 837,
     "claims": 430,
     "proof": 373,
 }
@@ -73,20 +73,20 @@ def rooms_below() -> dict[str, set[str]]:
 BUDGETS = {
     "beside": 1328,
     "ranks": 394,
-    "_torch": 943,
+    "_torch": 956,
     "kernels": 1236,
     "splitter": 1388,
-    "analysis": 1704,
+    "analysis": 1707,
     "compiler": 2256,
     "recorder": 1185,
     "runtime": 1438,
     "inspection": 1002,
-    "frontend": 1379,
-    "custom_ops": 3749,
-    "eagle": 3555,
+    "frontend": 1387,
+    "custom_ops": 3768,
+    "eagle": 3557,
     "integrations": 721,
     "bench": 674,
-    "cli": 1058,
+    "cli": 1060,
 }
 
 

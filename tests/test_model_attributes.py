@@ -51,3 +51,34 @@ def test_methods_that_return_the_model_return_the_compiled_one(device: torch.dev
         assert_same(fast(x), model(x))
     assert fast.train() is fast and model.training
     assert fast.state_dict().keys() == model.state_dict().keys()
+
+
+class Settings(dict[str, int]):
+    """A common kind of configuration: what it is asked for is looked up."""
+
+    def __getattr__(self, name: str) -> int:
+        return self[name]
+
+
+def test_methods_and_objects_of_the_model_go_out_as_they_are() -> None:
+    model = Model()
+    model.settings = Settings(width=WIDTH)
+    fast = compiled(model)
+    assert fast.settings is model.settings
+    assert fast.forward == model.forward and fast.state_dict == model.state_dict
+    assert fast.get_submodule("head") is model.head
+
+
+class Callable:
+    """No module, and nothing can be set on it."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def test_what_is_set_on_a_compiled_object_stays_there() -> None:
+    fast = compiled(Callable())
+    fast.note = "kept"
+    assert fast.note == "kept"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -12,6 +15,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 from traced import trace
 
 from piecewise_graph import _torch
+
+
+@dataclass
+class Settings:
+    sizes: list[int]
 
 
 def test_a_wrapper_is_taken_apart_and_put_together(device: torch.device) -> None:
@@ -104,3 +112,24 @@ def test_another_form_of_a_graph_ends_where_it_does() -> None:
         return _torch.returns_intermediates(bare), _torch.returns_intermediates(_torch.ending_like(gm, bare))
 
     assert trace(breaks, torch.ones(3), look=look).seen[0] == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, True), (1, 1.0), (0.0, -0.0), (0j, complex(0.0, -0.0)), ([1], [True]), ((1,), [1]),
+        ({"a": 1}, {"a": 1.0}), ({(1,)}, {(True,)}), ({0.0}, {-0.0}),
+        (torch.finfo, torch.iinfo),
+    ],
+)  # fmt: skip
+def test_exactly_tells_apart_what_is_equal_to_python(one: Any, other: Any) -> None:
+    assert _torch.exactly(one) != _torch.exactly(other)
+    assert _torch.exactly(one) == _torch.exactly(copy.deepcopy(one))
+
+
+def test_exactly_is_of_now() -> None:
+    settings = Settings(sizes=[1, 2])
+    before = _torch.exactly(settings)
+    assert before == _torch.exactly(Settings(sizes=[1, 2]))
+    settings.sizes.append(3)
+    assert before != _torch.exactly(settings)

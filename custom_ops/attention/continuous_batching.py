@@ -127,16 +127,22 @@ class _Manager(ContinuousBatchingManager):
         if config.use_async_batching:
             raise AttentionError.two_batches()
 
-    def add_request(self, input_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Refuse here, and not in a step of all requests, one that would change the RoPE of the others.
 
         Also one that outgrows the cache: the step in which it does ends transformers' thread, and with it all
         requests, those to come too.
         """
-        new = args[1] if len(args) > 1 else kwargs.get("max_new_tokens")
-        config = self.continuous_batching_config
-        _check_length(self.model, len(input_ids), new, self.generation_config, config)
-        return super().add_request(input_ids, *args, **kwargs)
+        new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        new = _new_tokens(self.model, len(input_ids), new, self.continuous_batching_config)
+        return super().add_request(input_ids, request_id, new, *args, **kwargs)
 
     def switch_to_cb_friendly_attn(self, model: Any, *_: Any) -> None:
         """Our attention is one that it may keep."""
@@ -160,30 +166,45 @@ def _manager(
 
 
 def _generate_batch(
-    model: Any, inputs: list[list[int]], generation_config: Any = None, *args: Any, **kwargs: Any
+    model: Any,
+    inputs: list[list[int]],
+    generation_config: Any = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """`generate_batch`, which would log the refusal of a request, and return nothing."""
-    settings = generation_config or model.generation_config
-    config = args[0] if args else kwargs.get("continuous_batching_config")
-    _check_length(model, max(map(len, inputs), default=0), kwargs.get("max_new_tokens"), settings, config)
-    return type(model).generate_batch(model, inputs, generation_config, *args, **kwargs)
+    settings, new = generation_config or model.generation_config, kwargs.get("max_new_tokens")
+    cached = getattr(model, "_cached_continuous_batching_manager", None)  # a call before has left it
+    config = continuous_batching_config if cached is None else cached.continuous_batching_config
+    longest = max(map(len, inputs), default=0)
+    _new_tokens(model, longest, settings.max_new_tokens if new is None else new, config)
+    given = generation_config, continuous_batching_config
+    return type(model).generate_batch(model, inputs, *given, *args, **kwargs)
 
 
-def _check_length(model: Any, prompt: int, new: int | None, settings: Any, config: Any) -> None:
-    """Refuse a prompt of so many tokens, and new ones, beyond what `model`'s RoPE or the cache allows.
+def _new_tokens(model: Any, prompt: int, new: int | None, config: Any) -> int | None:
+    """How many tokens a request makes at most after a prompt of so many; None = until its end token.
 
     Args:
-        new: what the call asks for; None = what the generation config `settings` says. Where that is None
-            too, transformers sets no limit: then the prompt alone is checked here, and the rest in each step.
+        new: what is asked for; None = as many as `model`'s RoPE and the cache leave.
         config: says how many pages the cache has; where it does not, memory decides, and nothing is checked.
+
+    Raises:
+        AttentionError, CacheError: it is more than the RoPE or the cache allows.
     """
-    new = settings.max_new_tokens if new is None else new
+    limit = rope_limit(model.config.get_text_config())
+    pages = getattr(config, "num_blocks", None) or 0
+    page_size: int = getattr(config, "page_size", 0) or getattr(config, "block_size", 0)  # its older name
+    held = pages * page_size or None
+    room = min((each for each in (limit, held) if each is not None), default=None)
+    if new is None and room is not None:
+        new = max(room - prompt, 0) + 1
     tokens = prompt + (new or 1) - 1  # nothing attends to the last one
-    check_positions(rope_limit(model.config.get_text_config()), tokens)
-    pages = getattr(config, "num_blocks", None)
-    page_size = getattr(config, "page_size", None) or getattr(config, "block_size", None)  # its older name
-    if pages and page_size and tokens > pages * page_size:
+    check_positions(limit, tokens)
+    if held is not None and tokens > held:
         raise CacheError.never_fits(tokens, -(-tokens // page_size), pages, page_size)
+    return new
 
 
 def _forward(compiled: Callable[..., Any], limit: int | None, *args: Any, **kwargs: Any) -> Any:

@@ -142,6 +142,7 @@ from piecewise_graph._torch.tensors import (
 )
 from piecewise_graph._torch.wrappers import (
     WrapperLayout as WrapperLayout,
+    exactly as exactly,
     functions_of_wrappers as functions_of_wrappers,
     has_constant_sizes as has_constant_sizes,
     inner_tensors as inner_tensors,

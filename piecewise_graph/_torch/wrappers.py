@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +31,24 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
     return [inner for part in parts if isinstance(part, Tensor) for inner in inner_tensors(part)]
 
 
+def exactly(value: Any) -> Any:
+    """What only the same numbers equal: 1, 1.0 and True are equal to Python, as are 0.0 and -0.0.
+
+    Containers and dataclasses are looked into, as they are now; anything else is itself.
+    """
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)
+    if isinstance(value, Mapping):
+        return type(value), tuple((exactly(key), exactly(each)) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(exactly, value))
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(map(exactly, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), tuple(exactly(getattr(value, field.name)) for field in fields(value))
+    return type(value), value
+
+
 @dataclass(frozen=True)
 class Held:
     """A part of a wrapper that is no tensor: the device mesh of a DTensor."""
@@ -44,7 +62,7 @@ class WrapperLayout:
 
     Attributes:
         names, context: what `__tensor_flatten__` returns.
-        text: of the context as it was: 1, 1.0 and True are equal, and a list may change.
+        exactly: the context as it was (see the function): it may change, and what is equal may differ.
         shape, stride: of the wrapper.
         inner: of each part, by position: its layout, None for a tensor that is no wrapper, or what it holds.
     """
@@ -52,7 +70,7 @@ class WrapperLayout:
     kind: type
     names: tuple[str, ...]
     context: Any
-    text: str
+    exactly: Any
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     inner: tuple[WrapperLayout | Held | None, ...]
@@ -64,7 +82,7 @@ class WrapperLayout:
         names, context = wrapper.__tensor_flatten__()
         inner = tuple(cls._of_part(getattr(wrapper, name)) for name in names)
         sizes = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
-        return cls(type(tensor), tuple(names), context, repr(context), *sizes, inner)
+        return cls(type(tensor), tuple(names), context, exactly(context), *sizes, inner)
 
     @classmethod
     def _of_part(cls, part: Any) -> WrapperLayout | Held | None:

@@ -114,31 +114,37 @@ def _fitting(call: Call, of: BoundsOf) -> Bounds | None:
 
     def cast(value: Any) -> Bounds | None:
         bounds = of(value)
-        return None if bounds is None else held(bounds, kind)
+        return None if bounds is None else held(bounds, kind, call.padding.largest)
 
     found = None if compute is None else compute(call, cast)
     stored = any(bounds is not None and bounds.stored for bounds in map(of, call.tensors))
     if dtype == torch.bool:  # what is stored decides no comparison
-        return Bounds.of(0, 2) if found is None or stored else held(found, dtype)
-    return None if found is None else held(replace(found, stored=stored), dtype)
+        return Bounds.of(0, 2) if found is None or stored else held(found, dtype, call.padding.largest)
+    return None if found is None else held(replace(found, stored=stored), dtype, call.padding.largest)
 
 
-def held(found: Bounds | None, dtype: torch.dtype) -> Bounds | None:
-    """The bounds of a result, computed as if no number were too large, where its type holds them."""
+def held(found: Bounds | None, dtype: torch.dtype, largest: int | None) -> Bounds | None:
+    """The bounds of a result, computed as if no number were too large, where its type holds them.
+
+    Args:
+        largest: no run has more tokens; None where that is not known.
+    """
     if dtype == torch.bool:  # true and true is true, not 2
         kept = found is not None and found.low.is_nonnegative and never_larger(found.stop, sympy.Integer(2))
         return found if kept else Bounds.of(0, 2)
     if found is None or dtype.is_floating_point or dtype.is_complex:
         return None
     kind = torch.iinfo(dtype)
-    return found if -_most(-found.low) >= kind.min and _most(found.stop) <= kind.max + 1 else None
+    tokens = largest or _MANY
+    fits = -_most(-found.low, tokens) >= kind.min and _most(found.stop, tokens) <= kind.max + 1
+    return found if fits else None
 
 
-def _most(value: sympy.Expr) -> sympy.Expr:
-    """No smaller than `value`, a sum of numbers and of multiples of token counts, in any run."""
+def _most(value: sympy.Expr, tokens: int) -> sympy.Expr:
+    """No smaller than `value`, a sum of numbers and of multiples of token counts, up to so many `tokens`."""
     most = sympy.Integer(0)
     for term, factor in value.as_coefficients_dict().items():
-        counted = term.subs(dict.fromkeys(term.free_symbols, _MANY))
+        counted = term.subs(dict.fromkeys(term.free_symbols, tokens))
         most += factor * counted if term == 1 or factor > 0 else 0
     return most
 

@@ -487,7 +487,8 @@ def running(call: Call) -> State:
     require(along is UNIFORM or keeps_places(along), "over tokens")
     bounds = running_bounds(claim, size) if call.name == "aten::cumsum" and is_integer(source) else None
     dims = replaced(claim.dims, at, call.padding.counted(size)) if along is UNIFORM else claim.dims
-    bounds = held(bounds, call.results[0].dtype) if is_integer(call.results[0]) else None
+    result = call.results[0]
+    bounds = held(bounds, result.dtype, call.padding.largest) if is_integer(result) else None
     return Claim(dims, bounds, bounds)
 
 
@@ -661,7 +662,7 @@ def arange(call: Call) -> State:
     if not is_integer(result) or step <= 0 or int(start) != start or int(step) != step:
         return Claim((dim,))
     stop = int(start) + int(step) * (_torch.expression(result.shape[0]) - 1) + 1
-    bounds = held(Bounds.of(int(start), stop), result.dtype)
+    bounds = held(Bounds.of(int(start), stop), result.dtype, call.padding.largest)
     if (start, step) != (0, 1):
         return Claim((dim,), bounds, bounds)
     return Claim((dim,), bounds, bounds, dim, Role.COUNTING)
@@ -679,7 +680,7 @@ def constant(call: Call) -> State:
         found = call.claim(number).live
     elif isinstance(number, int) or (isinstance(number, float) and number.is_integer()):
         found = Bounds.of(int(number), int(number) + 1)
-    found = held(found, result.dtype)
+    found = held(found, result.dtype, call.padding.largest)
     return Claim(tuple(map(call.padding.uniform, result.shape)), found, found)
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import transformers
 
 import piecewise_graph as pg
+from piecewise_graph.custom_ops.errors import AttentionError, CacheError
 from piecewise_graph.errors import NotCompiledError, PiecewiseError
 
 from .errors import CommandError
@@ -171,7 +172,8 @@ def _answer_refusals(server: Any) -> None:
     """
     app: Any = getattr(getattr(server.server, "config", None), "app", None)
     if hasattr(app, "add_exception_handler"):
-        app.add_exception_handler(PiecewiseError, _refused)
+        for kind in (AttentionError, CacheError):
+            app.add_exception_handler(kind, _refused)
 
 
 async def _refused(_: Any, error: Exception) -> Any:

@@ -284,7 +284,7 @@ def _is_equal(found: Any, expected: Any) -> bool:
         names = found.keys() == expected.keys()
         return names and all(v is expected[k] or _is_equal(v, expected[k]) for k, v in found.items())
     if isinstance(found, (set, frozenset)):
-        return {(type(v), v) for v in found} == {(type(v), v) for v in expected}
+        return bool(_torch.exactly(found) == _torch.exactly(expected))
     return bool(found == expected)
 
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
+
+import torch
+
+# Methods of torch.nn.Module that return what they are called on.
+_RETURN_SELF = frozenset((
+    "apply", "bfloat16", "cpu", "cuda", "double", "eval", "float", "half", "ipu", "mtia", "requires_grad_",
+    "share_memory", "to", "to_empty", "train", "type", "xpu",
+))  # fmt: skip
 
 
 class ModelAttributes:
     """Base of a wrapper that sets its own attributes first, and `_model` last.
 
-    The forward reads the model's attributes: `compiled.scale = 2.0` sets it there, as with torch.compile.
-    What is set on the wrapper of a function stays on the wrapper.
+    A module's forward reads its attributes: `compiled.scale = 2.0` sets it there, as with torch.compile. What
+    is set on the wrapper of anything else stays on the wrapper. Names that both have are the wrapper's.
     """
 
     _model: Callable[..., Any]
@@ -20,18 +27,22 @@ class ModelAttributes:
     def __getattr__(self, name: str) -> Any:
         model = self.__dict__["_model"]
         found = getattr(model, name)
-        return _for_wrapper(found, model, self) if getattr(found, "__self__", None) is model else found
+        returns_self = name in _RETURN_SELF and isinstance(model, torch.nn.Module) and callable(found)
+        return _for_wrapper(found, model, self) if returns_self else found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value) if self._owns(name) else setattr(self._model, name, value)
+        if self._owns(name):
+            self.__dict__[name] = value
+        else:
+            setattr(self._model, name, value)
 
     def __delattr__(self, name: str) -> None:
         object.__delattr__(self, name) if self._owns(name) else delattr(self._model, name)
 
     def _owns(self, name: str) -> bool:
-        model = self.__dict__.get("_model")
-        known = model is None or name in self.__dict__ or hasattr(type(self), name)
-        return known or inspect.isroutine(model)
+        own = self.__dict__
+        model = own.get("_model")
+        return name in own or not isinstance(model, torch.nn.Module) or hasattr(type(self), name)
 
 
 def _for_wrapper(method: Callable[..., Any], model: Any, wrapper: Any) -> Callable[..., Any]:

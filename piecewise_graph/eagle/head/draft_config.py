@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -133,23 +134,31 @@ class DraftConfig:
             EagleError: the target's config has no such field as a head needs, and `changes` has none.
         """
         config = config.get_text_config()
-        fields = llama_fields(config) | changes
-        missing = [name for name in LLAMA_FIELDS if name not in fields]
-        if missing:
-            raise EagleError.missing_fields(type(config).__name__, ", ".join(missing))
-        if kind == "eagle3":
-            fields.setdefault("feature_layers", default_feature_layers(config.num_hidden_layers))
+        fields = llama_fields(config, changes) | changes
+        if kind == "eagle3" and "feature_layers" not in changes:
+            fields["feature_layers"] = default_feature_layers(config.num_hidden_layers)
         return cls(kind=kind, **fields)
 
 
-def llama_fields(config: Any) -> dict[str, Any]:
-    """Fields of a `DraftConfig`, from transformers' config of a Llama-like model: those that it has."""
-    heads = config.num_attention_heads
-    return {name: getattr(config, name) for name in LLAMA_FIELDS if hasattr(config, name)} | {
+def llama_fields(config: Any, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Fields of a `DraftConfig`, from transformers' config of a Llama-like model.
+
+    Args:
+        changes: has what the config lacks.
+
+    Raises:
+        EagleError: neither has a field that a head needs.
+    """
+    found: dict[str, Any] = {n: getattr(config, n, (changes or {}).get(n)) for n in LLAMA_FIELDS}
+    missing = [name for name, value in found.items() if value is None]
+    if missing:
+        raise EagleError.missing_fields(type(config).__name__, ", ".join(missing))
+    heads, hidden = found["num_attention_heads"], found["hidden_size"]
+    return found | {
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "draft_vocab_size": config.vocab_size,
-        "target_hidden_size": config.hidden_size,
+        "head_dim": getattr(config, "head_dim", None) or hidden // heads,
+        "draft_vocab_size": found["vocab_size"],
+        "target_hidden_size": hidden,
     }
 
 
