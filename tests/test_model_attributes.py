@@ -11,9 +11,15 @@ from toys import WIDTH, assert_same, compiled, rows
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
+def on(device: torch.device) -> Model:
+    model = Model().to(device)
+    model.plain = model.plain.to(device)  # no buffer
+    return model
+
+
 def test_what_is_set_on_the_compiled_model_is_the_models(device: torch.device) -> None:
     """As with torch.compile: the forward reads it, in calls that had graphs before too."""
-    model = Model().to(device)
+    model = on(device)
     fast = compiled(model)
     for tokens in (5, 3):
         fast(rows(tokens, device))
@@ -41,7 +47,7 @@ def test_what_is_set_on_a_compiled_function_stays_there() -> None:
 
 def test_methods_that_return_the_model_return_the_compiled_one(device: torch.device) -> None:
     """`pg.compile(model).eval()` is no model without graphs."""
-    model = Model().to(device)
+    model = on(device)
     fast = compiled(model)
     for same in (fast.eval(), fast.to(device), fast.float(), fast.requires_grad_(False)):
         assert same is fast
