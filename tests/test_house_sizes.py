@@ -81,7 +81,7 @@ BUDGETS = {
     "recorder": 1185,
     "runtime": 1438,
     "inspection": 1002,
-    "frontend": 1387,
+    "frontend": 1385,
     "custom_ops": 3768,
     "eagle": 3557,
     "integrations": 721,

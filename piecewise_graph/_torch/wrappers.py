@@ -62,7 +62,7 @@ class WrapperLayout:
 
     Attributes:
         names, context: what `__tensor_flatten__` returns.
-        exactly: the context as it was (see the function): it may change, and what is equal may differ.
+        content: `exactly` the context as it was: it may change, and what is equal may differ.
         shape, stride: of the wrapper.
         inner: of each part, by position: its layout, None for a tensor that is no wrapper, or what it holds.
     """
@@ -70,7 +70,7 @@ class WrapperLayout:
     kind: type
     names: tuple[str, ...]
     context: Any
-    exactly: Any
+    content: Any
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     inner: tuple[WrapperLayout | Held | None, ...]

@@ -278,13 +278,11 @@ def _is_equal(found: Any, expected: Any) -> bool:
     """Of one kind too: 1, 1.0 and True are equal to Python, as are 0.0 and -0.0."""
     if type(found) is not type(expected):
         return False
-    if isinstance(found, (float, complex)):
-        return repr(found) == repr(expected)
+    if isinstance(found, (float, complex, set, frozenset)):
+        return bool(_torch.exactly(found) == _torch.exactly(expected))
     if isinstance(found, dict):
         names = found.keys() == expected.keys()
         return names and all(v is expected[k] or _is_equal(v, expected[k]) for k, v in found.items())
-    if isinstance(found, (set, frozenset)):
-        return bool(_torch.exactly(found) == _torch.exactly(expected))
     return bool(found == expected)
 
 
