@@ -53,6 +53,14 @@ class AttentionError(PiecewiseError, ValueError):
         )
 
     @classmethod
+    def no_causal_lm(cls, kind: str) -> AttentionError:
+        return cls(
+            f"a {kind} is no causal LM of transformers, which can be run in parts.",
+            'pass it as AutoModelForCausalLM loads it with attn_implementation="piecewise", not what '
+            "torch.compile or pg.compile made of it: it is compiled here, with options of pg.compile.",
+        )
+
+    @classmethod
     def own_attention(cls, config: str) -> AttentionError:
         return cls(
             f"the model of {config} computes its attention itself, and would only lose its causal mask.",

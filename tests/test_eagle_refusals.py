@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from eagle_cases import (
     TREES,
     VOCABULARY,
@@ -119,6 +120,13 @@ LOOPS: dict[str, tuple[dict[str, Any], str]] = {
     "too deep": ({"shapes": [300]}, "301 draft tokens of 300 steps"),
     "too few rows": ({"shapes": [(3, 3)]}, "is no shape"),
     "length": ({"max_seq_len": 0}, "max_seq_len=0"),
+    "half a length": ({"max_seq_len": 64.5}, "max_seq_len=64.5"),
+    "length as text": ({"max_seq_len": "64"}, "max_seq_len='64'"),
+    "half a page": ({"shapes": [0], "page_size": 1.5}, "page_size=1.5"),
+    "half a request": ({"max_requests": 1.5}, "max_requests=1.5"),
+    "one batch size": ({"batch_sizes": 4}, "batch_sizes=4"),
+    "no rows": ({"prefill_rows": None}, "prefill_rows=None"),
+    "no way": ({"graphs": None}, "graphs=None names no graph mode"),
     "no pages": ({"num_pages": 1}, "num_pages=1"),
     "empty pages": ({"shapes": [0], "page_size": 0}, "page_size=0"),
     "positions": ({"max_seq_len": 513}, "max_seq_len=513 and a target of 512 positions"),
@@ -161,6 +169,49 @@ def test_ways_of_one_generation_are_the_loops_own_but_for_those_named() -> None:
 def test_loop_without_a_draft_is_refused() -> None:
     with pytest.raises(SpeculatorError, match="a chain of 5 needs a draft model"):
         Speculator(small_pair("twin")[0], shapes=SHAPES)
+
+
+NO_TARGETS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda target: None,
+    "folder": lambda target: "byte-llama",
+    "class": type,
+    "module": lambda target: torch.nn.Linear(3, 3),
+    "draft": lambda target: small_pair("twin")[2],
+    "pg.compile": lambda target: pg.compile(target, compiler="eager"),
+    "torch.compile": lambda target: torch.compile(target, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("case", NO_TARGETS)
+def test_what_is_no_model_of_transformers_is_refused_by_name(case: str) -> None:
+    """A compiled one, too: parts that were put into a copy of it were put into the model itself."""
+    target = small_target()
+    given = NO_TARGETS[case](target)
+    for serve in (lambda: Speculator(given, shapes=[0]), lambda: pg.continuous_batching(given)):
+        with pytest.raises(
+            AttentionError, match=f"a {type(given).__name__} is no causal LM (?s:.*)What to do:"
+        ):
+            serve()
+    prompts = small_prompts([3])
+    found = Speculator(target, shapes=[0], max_seq_len=LENGTH, graphs="eager").generate(
+        prompts, max_new_tokens=4
+    )
+    assert_greedy(found, greedy(small_target("sdpa"), prompts, 4), [4])
+
+
+def test_decoder_without_a_head_is_refused() -> None:
+    with pytest.raises(SpeculatorError, match="Model has no lm_head"):
+        Speculator(small_target().model, shapes=[0])
+
+
+@pytest.mark.parametrize("case", ["folder", "module", "target"])
+def test_what_is_no_draft_is_refused(case: str) -> None:
+    target = small_target()
+    draft = target if case == "target" else NO_TARGETS[case](target)
+    with pytest.raises(
+        SpeculatorError, match=f"the draft is a {type(draft).__name__}, which is no draft head"
+    ):
+        Speculator(target, draft)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -39,7 +39,7 @@ from ..errors import AttentionError, CacheError
 from ..kv_cache import PagedKVCache
 from ..rope_limit import rope_limit
 from .batch import AttentionBatch
-from .served_models import check_layers, check_model, check_positions
+from .served_models import check_kind, check_layers, check_model, check_positions
 from .transformers_registry import is_ours
 
 # What continuous batching passes to a model beside tokens and positions.
@@ -63,11 +63,12 @@ def continuous_batching(model: PreTrainedModel, **options: Any) -> PreTrainedMod
         options: of `pg.compile`. `max_tokens` should be at least `max_batch_tokens` of continuous batching.
 
     Raises:
-        AttentionError: the model has another attention, layers with a sliding window, layers that do not call
-            our attention exactly once, keys of other heads than its configuration says, or no body apart from
-            its head that its forward calls.
+        AttentionError: it is no such model, or has another attention, layers with a sliding window, layers
+            that do not call our attention exactly once, keys of other heads than its configuration says, or
+            no body apart from its head that its forward calls.
         CacheError: the configuration names no sizes of heads.
     """
+    check_kind(model)
     name = model.config._attn_implementation
     if not is_ours(name):
         raise AttentionError.not_ours(name)

@@ -74,6 +74,20 @@ def check_positions(limit: int | None, tokens: int) -> None:
         raise AttentionError.rope_of_the_longest(tokens, limit)
 
 
+def check_kind(model: Any) -> None:
+    """Refuse what is no model of transformers, or what a compiler made of one.
+
+    Attributes of the latter are the model's own: parts put into a copy of it would replace the model's.
+
+    Raises:
+        AttentionError: it is something else.
+    """
+    parts = ("config", "device", "get_decoder", "get_input_embeddings", "get_output_embeddings")
+    is_compiled = not isinstance(model, nn.Module) or hasattr(model, "_orig_mod")  # of torch.compile
+    if is_compiled or not all(hasattr(model, part) for part in parts):
+        raise AttentionError.no_causal_lm(type(model).__name__)
+
+
 def check_model(model: Any) -> None:
     """Refuse a causal LM in which tokens meet outside of our attention, or more often than once per layer.
 

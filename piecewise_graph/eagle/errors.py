@@ -136,6 +136,14 @@ class SpeculatorError(PiecewiseError, ValueError):
     """A request, a draft shape or a model that the loop cannot serve."""
 
     # Target and draft.
+    no_output = _Message(
+        "{target} has no lm_head, which turns hidden states to logits.",
+        "pass the whole causal LM, as AutoModelForCausalLM loads it, and not its decoder alone.",
+    )
+    not_a_draft = _Message(
+        "the draft is a {kind}, which is no draft head.",
+        "pass what load_draft(folder, target) returns, or None with shapes=[0], which is plain decoding.",
+    )
     no_layer = _Message(
         "the draft reads the input of target layer {index}; the target has layers 0 to {last}.", _OTHER_DRAFT
     )
@@ -196,10 +204,12 @@ class SpeculatorError(PiecewiseError, ValueError):
     )
 
     # Settings of a speculator.
-    too_small = _Message("a speculator cannot be made with {name}={value}.", "pass {minimum} or more.")
+    too_small = _Message(
+        "a speculator cannot be made with {name}={value!r}.", "pass a whole number, {minimum} or more."
+    )
     bad_batch_sizes = _Message(
-        "a speculator cannot be made with max_requests={max_requests}, batch_sizes={sizes}.",
-        "serve at least one request at a time.",
+        "a speculator cannot be made with max_requests={max_requests!r}, batch_sizes={sizes!r}.",
+        "serve at least one request at a time: a whole number, and a list of such.",
     )
     changed = _Message(
         "graphs of {module} were captured with {attribute} = {was}; it is {found} now, and a replay "
@@ -221,6 +231,9 @@ class SpeculatorError(PiecewiseError, ValueError):
     prefill_is_fixed = _Message(
         "graphs={{'prefill': {asked!r}}} of a generation; this speculator runs prompts {fixed!r}.",
         "pass it when the speculator is made: Speculator(..., graphs={{'prefill': ...}}).",
+    )
+    no_graphs = _Message(
+        "graphs={graphs!r} names no graph mode.", "pass one for all phases, or a dict of phases and modes."
     )
     bad_graphs = _Message(
         "graphs={{{phase!r}: {mode!r}}} names no phase, or no graph mode.",

@@ -18,7 +18,7 @@ from .rounds.prefill import Prefill
 from .rounds.resources import Resources
 from .rounds.synthetic import Synthetic
 from .serving.engine import Engine
-from .serving.model_checks import PHASES, check_models, check_options, graph_modes, make_limits
+from .serving.model_checks import PHASES, check_kinds, check_models, check_options, graph_modes, make_limits
 from .serving.round_store import GraphModes, RoundPolicy, RoundStore
 from .serving.shape_planner import Planner
 from .statistics import Statistics
@@ -51,6 +51,7 @@ class Speculator:
 
     Raises:
         SpeculatorError: target, draft, shapes or graphs do not fit together.
+        AttentionError: the target is no such model, or one that our attention cannot serve.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Speculator:
         options: Mapping[str, Any] | None = None,
         draft_options: Mapping[str, Any] | None = None,
     ) -> None:
+        check_kinds(model, draft)
         self.shapes = as_shapes(shapes)
         self.graphs = graph_modes(graphs, PIECEWISE if model.device.type == "cuda" else COMPILED)
         limits = make_limits(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
-from piecewise_graph.custom_ops.attention.served_models import check_model
+from piecewise_graph.custom_ops.attention.served_models import check_kind, check_model
 from piecewise_graph.custom_ops.attention.transformers_registry import is_ours
 from piecewise_graph.custom_ops.rope_limit import rope_limit
 
 from ..errors import SpeculatorError
-from ..options import FULL, GRAPH_MODES, DraftShape, Limits
+from ..head.draft_config import DraftConfig
+from ..options import FULL, GRAPH_MODES, DraftShape, Limits, is_whole
 from ..rounds.target import check_parts
 
 PHASES = ("draft", "verify", "extend")
@@ -27,6 +29,8 @@ def graph_modes(graphs: str | Mapping[str, str], prefill: str) -> dict[str, str]
     names = (*PHASES, "prefill")
     if isinstance(graphs, str):
         graphs = dict.fromkeys(PHASES, graphs) | ({} if graphs == FULL else {"prefill": graphs})
+    if not isinstance(graphs, Mapping):
+        raise SpeculatorError.no_graphs(graphs)
     given = dict.fromkeys(PHASES, FULL) | {"prefill": prefill} | dict(graphs)
     for phase, mode in given.items():
         if phase not in names or mode not in GRAPH_MODES or (phase == "prefill" and mode == FULL):
@@ -50,7 +54,8 @@ def make_limits(
     Raises:
         SpeculatorError: a number is too small, or the target has fewer positions.
     """
-    if max_requests < 1 or any(size < 1 for size in batch_sizes or ()):
+    listed = batch_sizes is None or isinstance(batch_sizes, (list, tuple, range))
+    if not listed or not all(map(_is_positive, (max_requests, *(batch_sizes or ())))):
         raise SpeculatorError.bad_batch_sizes(max_requests, batch_sizes)
     powers = [2**i for i in range(max_requests.bit_length())]
     sizes = {size for size in batch_sizes or powers if size < max_requests}
@@ -62,7 +67,7 @@ def make_limits(
         ("max_seq_len", max_seq_len, 2), ("page_size", page_size, 1), ("num_pages", num_pages, 2),
         ("prefill_rows", prefill_rows, 1),
     ):  # fmt: skip
-        if value is not None and value < minimum:
+        if not is_whole(value, minimum, inf) and not (name == "num_pages" and value is None):
             raise SpeculatorError.too_small(name, value, minimum)
     if positions is not None and max_seq_len > positions:
         raise SpeculatorError.too_few_positions(max_seq_len, positions)
@@ -73,6 +78,20 @@ def make_limits(
         num_pages = 1 + max_requests * -(-longest // page_size)
     batches = (*sorted(sizes), max_requests)
     return Limits(tuple(shapes), batches, max_seq_len, page_size, num_pages, prefill_rows)
+
+
+def check_kinds(model: Any, draft: Any) -> None:
+    """Refuse what is no causal LM, and what is no draft head, before anything is read of them.
+
+    Raises:
+        AttentionError: the target is something else.
+        SpeculatorError: it has no head, or the draft is something else.
+    """
+    check_kind(model)
+    if model.get_output_embeddings() is None:
+        raise SpeculatorError.no_output(type(model).__name__)
+    if draft is not None and not isinstance(getattr(draft, "config", None), DraftConfig):
+        raise SpeculatorError.not_a_draft(type(draft).__name__)
 
 
 def check_models(model: Any, draft: Any, shapes: Sequence[DraftShape], page_size: int) -> None:
@@ -104,6 +123,10 @@ def check_options(options: Mapping[str, Any]) -> None:
     own = {"pool", "outputs", "capture", "capture_sizes", "max_tokens", "token_dim"} & options.keys()
     if own:
         raise SpeculatorError.fixed_option(min(own))
+
+
+def _is_positive(value: Any) -> bool:
+    return is_whole(value, 1, inf)
 
 
 def _check_draft(model: Any, draft: Any, shapes: Sequence[DraftShape]) -> None:
