@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -244,3 +248,40 @@ def test_options_without_meaning_are_refused_by_name(
 def test_acceptance_without_a_draft_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--model", MODEL, "--synthetic-accept-length", "2"]) == 2
     assert "--synthetic-accept-length 2.0 needs a draft" in capsys.readouterr().err
+
+
+def command_line(script: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """A process that prepares itself by `script`, then runs the command line."""
+    names = "import importlib, os, signal, sys\nfrom types import SimpleNamespace"
+    run = f"{names}\n{script}\nfrom piecewise_graph.cli.commands import main\nsys.exit(main())"
+    return subprocess.Popen(
+        [sys.executable, "-c", run, *arguments], stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_has_gone_ends_a_command_quietly(unbuffered: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    prints = "importlib.import_module = lambda *_: SimpleNamespace(run=lambda _: print('text') or 0)"
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    process = command_line(prints, "doctor", stdout=writing, env=environment)
+    os.close(writing)
+    assert process.communicate()[1] == "" and process.returncode == 141
+
+
+def test_another_pipe_that_breaks_is_an_error_like_any_other() -> None:
+    def breaks(_: object) -> int:
+        raise BrokenPipeError("a worker has gone")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(BrokenPipeError, match="a worker"):
+        patch.setattr(doctor_command, "run", breaks)
+        main(["doctor"])
+
+
+def test_ctrl_c_ends_a_command_in_one_line() -> None:
+    """At any place, here where the first import of the command is."""
+    at_once = "importlib.import_module = lambda *_: os.kill(os.getpid(), signal.SIGINT)"
+    process = command_line(at_once, "generate", "--model", MODEL)
+    assert process.communicate()[1] == "interrupted\n"
+    assert process.returncode == 130

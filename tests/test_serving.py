@@ -164,6 +164,10 @@ def test_plain_decoding_needs_no_draft_and_prompts_can_be_text(tmp_path: Path) -
         (["--prompts", "prompts.txt"], "--model DIR"),
         (["--json", "nowhere/out.json"], "its folder does not exist"),
         (["--json", "/dev/full"], "--json /dev/full cannot be written: No space left on device"),
+        (
+            ["--output-len", "24", "--trace", "/dev/full"],
+            "--trace /dev/full cannot be written: No space left on device",
+        ),
         (["--num-pages", "4"], "num_pages"),
         ([*DRAFT, "--compare", "steps=2,pages=4"], "It changes one or more of: steps"),
         ([*DRAFT, "--top-p", "0", "--temperature", "1"], "pass a probability above 0"),
@@ -179,6 +183,23 @@ def test_options_that_cannot_be_served_say_what_to_do(
     assert main([*TINY, "--output-len", "3", "--concurrency", "1", "--num-prompts", "1", *options]) == 2
     error = capsys.readouterr().err
     assert "What to do" in error and says in error
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("/dev/full", "--plot /dev/full cannot be written: No space left on device"),
+        ("out.xyz", "--plot out.xyz cannot be drawn: matplotlib has no pictures of that kind"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_says_what_to_do(
+    file: str, says: str, capsys: pytest.CaptureFixture[str], inside: None
+) -> None:
+    pytest.importorskip("matplotlib")
+    options = ["--output-len", "3", "--concurrency", "1", "--num-prompts", "1", "--plot", file]
+    assert main([*TINY, *options]) == 2
+    error = capsys.readouterr().err
+    assert "What to do" in error and says in error and not list(Path().iterdir())
 
 
 @pytest.mark.parametrize(

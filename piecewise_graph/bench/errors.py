@@ -38,6 +38,20 @@ class BenchError(PiecewiseError, ValueError):
         )
 
     @classmethod
+    def unwritable(cls, option: str, file: Path, error: OSError) -> BenchError:
+        return cls(
+            f"{option} {file} cannot be written: {error.strerror or error}.",
+            "name a file that this user may write.",
+        )
+
+    @classmethod
+    def no_picture(cls, file: Path, kinds: Iterable[str]) -> BenchError:
+        return cls(
+            f"--plot {file} cannot be drawn: matplotlib has no pictures of that kind.",
+            f"name a file that ends with one of: {', '.join(sorted(kinds))}.",
+        )
+
+    @classmethod
     def nothing_steady(cls, tokens: int) -> BenchError:
         return cls(
             f"the trace holds no steady step: a request ended within {tokens} tokens.",

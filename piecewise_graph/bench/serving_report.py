@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .errors import BenchError
 from .load import Load
 from .metrics import COLUMNS, Metrics, Ratio, acceptance, ratios
 from .setting import Setting
@@ -142,8 +143,30 @@ def ratio_table(outcome: Outcome) -> str:
     return f"{title}\n{table(rows, ['max_concurrency', *columns])}"
 
 
+def check_picture(path: Path) -> None:
+    """See that `plot` can draw a picture of this kind.
+
+    Raises:
+        BenchError: matplotlib cannot.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        return
+    if _kind(path) not in FigureCanvasBase.filetypes:
+        raise BenchError.no_picture(path, FigureCanvasBase.filetypes)
+
+
+def _kind(path: Path) -> str:
+    return path.suffix[1:].lower() or "png"
+
+
 def plot(outcome: Outcome, path: Path) -> str:
-    """Draw total throughput over throughput per user, a line per side; returns a message about it."""
+    """Draw total throughput over throughput per user, a line per side; returns a message about it.
+
+    Raises:
+        BenchError: the system refuses the file.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -168,6 +191,10 @@ def plot(outcome: Outcome, path: Path) -> str:
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, dpi=110, format=_kind(path))  # without a format, to a file of another name
+    except OSError as error:
+        raise BenchError.unwritable("--plot", path, error) from error
+    finally:
+        pyplot.close(figure)
     return f"plotted {path.name}"

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def trace(
         steps in the trace.
 
     Raises:
-        BenchError: a request ends before all of them are steady.
+        BenchError: a request ends before all of them are steady, or the system refuses the file.
     """
     with steady(speculator, setting, load, steps) as engine:
         recorded = _record(engine, speculator.device, len(load), path, steps)
@@ -107,10 +108,15 @@ def _record(engine: Any, device: torch.device, running: int, path: Path | None, 
         profiler.add_metadata_json("acceptance", json.dumps(acceptance(engine.synthetic_accept_length)))
     if path is None:
         return recorded
-    profiler.export_chrome_trace(str(path))
-    content = json.loads(path.read_text(encoding="utf-8"))
+    with TemporaryDirectory() as folder:  # the profiler tells nobody that it could not write
+        file = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(file))
+        content = json.loads(file.read_text(encoding="utf-8"))
     content["traceEvents"] += segment_events(content["traceEvents"])
-    path.write_text(json.dumps(content), encoding="utf-8")
+    try:
+        path.write_text(json.dumps(content), encoding="utf-8")
+    except OSError as error:
+        raise BenchError.unwritable("--trace", path, error) from error
     return recorded
 
 

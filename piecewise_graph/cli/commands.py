@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import select
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from piecewise_graph.errors import PiecewiseError
 
@@ -18,18 +21,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse `argv` (default: the process's) and run the command.
 
     Returns:
-        the exit status; 2 where the options cannot be served.
+        the exit status; 2 where the options cannot be served. As shells say it: 130 where Ctrl-C ended the
+        command, 141 where nobody reads what it prints any more.
     """
+    try:
+        return _status(argv)
+    except BrokenPipeError:
+        gone = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
+        if not gone:
+            raise  # of another pipe
+        for stream in gone:  # what is left in it is written at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 141
+
+
+def _status(argv: Sequence[str] | None) -> int:
+    """Run the command, and print all that it has to say."""
+    try:
+        return _run(argv)
+    except PiecewiseError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    finally:
+        print(end="", flush=True)
+
+
+def _has_no_reader(stream: TextIO | None) -> bool:
+    """Whether it is a pipe whose other end is closed."""
+    if stream is None:  # closed from the start
+        return False
+    poll = select.poll()
+    poll.register(stream.fileno(), select.POLLOUT)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(given)
     options.given = given
     options.command_line = " ".join(["python -m piecewise_graph", *given])
-    try:
-        module, function = options.run.split(".")  # imported now: most commands load transformers
-        status: int = getattr(importlib.import_module(f".{module}", __package__), function)(options)
-    except PiecewiseError as error:
-        print(error, file=sys.stderr)
-        return 2
+    module, function = options.run.split(".")  # imported now: most commands load transformers
+    status: int = getattr(importlib.import_module(f".{module}", __package__), function)(options)
     return status
 
 

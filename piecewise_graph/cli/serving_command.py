@@ -9,7 +9,14 @@ from pathlib import Path
 
 from piecewise_graph.bench.drive import take_turns
 from piecewise_graph.bench.load import Load, arrivals, read_texts
-from piecewise_graph.bench.serving_report import Outcome, heading, plot, ratio_table, side_table
+from piecewise_graph.bench.serving_report import (
+    Outcome,
+    check_picture,
+    heading,
+    plot,
+    ratio_table,
+    side_table,
+)
 from piecewise_graph.bench.setting import Setting
 from piecewise_graph.bench.trace import trace
 from piecewise_graph.eagle.head.checkpoint_files import read_json
@@ -92,6 +99,8 @@ def _check(options: argparse.Namespace) -> None:
         file = getattr(options, name)
         if file is not None and is_first():
             check_file(f"--{name}", file)
+    if options.plot is not None:
+        check_picture(options.plot)
 
 
 def _load(options: argparse.Namespace, served: Served) -> Load:
