@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -223,6 +225,19 @@ def test_a_damaged_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
         (tmp_path / file.name).write_bytes(file.read_bytes()[:1000])
     assert main(["explain", "--model", str(tmp_path)]) == 2
     assert "cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["explain", "generate"])
+def test_a_model_without_some_of_its_weights_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers fills them with random numbers; whether a head is tied is in config.json."""
+    for file in Path(MODEL).iterdir():
+        shutil.copy(file, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    assert main([command, "--model", str(tmp_path)]) == 2
+    assert "its files do not hold lm_head.weight, which" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,14 @@ class CommandError(PiecewiseError, ValueError):
         return cls(f"the model {path!r} cannot be loaded: {where}{_first_line(error)}", _MODEL)
 
     @classmethod
+    def incomplete_model(cls, path: str, missing: Sequence[str]) -> CommandError:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        return cls(
+            f"the model {path!r} cannot be used: its files do not hold {shown}, which would be random.",
+            "download it again, or correct config.json if that is of another model.",
+        )
+
+    @classmethod
     def no_default_model(cls) -> CommandError:
         return cls(
             "the repository's model (benchmarks/models/byte-llama) is not here.",

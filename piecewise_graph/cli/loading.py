@@ -46,7 +46,7 @@ def load_model(
         in_parts: each process of the job has a part of the weights, on a device of its own.
 
     Raises:
-        CommandError: no such folder, model, dtype or device.
+        CommandError: no such folder, model, dtype or device, or a model without some of its weights.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -55,11 +55,14 @@ def load_model(
     check_model(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, attn_implementation=attention, dtype=wanted, **_sharding(in_parts)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation=attention, dtype=wanted, output_loading_info=True, **_sharding(in_parts)
         )
     except Exception as error:  # of transformers, safetensors, tokenizers or the hub: each has its own
         raise CommandError.no_model(path, error) from error
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):  # transformers warns, and makes them up
+        raise CommandError.incomplete_model(path, missing)
     model = in_dtype(model, dtype).eval()
     return tokenizer, model if in_parts else model.to(where)
 
