@@ -96,6 +96,27 @@ def test_another_splitting_op_keeps_the_cuts(device: torch.device) -> None:
         check(fast_of(model), model, device)
 
 
+def test_a_mask_of_vmap_may_stand_in_a_step(device: torch.device) -> None:
+    # transformers makes its masks so where their sizes vary.
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer(HEADS, 0.0)])
+
+        def forward(self, x: Tensor, cache: Tensor, position: Tensor) -> Tensor:
+            places = torch.arange(LENGTH, device=x.device)
+            mask = torch.vmap(lambda row: (places <= row) & (places >= row - 3))(position)
+            return self.layers[0](x, cache, position, mask[None, None])
+
+    model = Masked().to(device)
+    mine, theirs = (caches_of(model, 2, device)[0] for _ in range(2))
+    fast = fast_of(model)
+    with pg.counters.expect(op_steps=0, tapes=1, replays=2, fallbacks=0):
+        for place in range(3):
+            x, position = torch.randn(2, 1, WIDTH, device=device), torch.tensor([place], device=device)
+            torch.testing.assert_close(fast(x, mine, position), model(x, theirs, position))
+
+
 def test_sizes_that_vary_keep_the_cuts(device: torch.device) -> None:
     model = Decoder().to(device)
     fast = torch.compile(model, backend="piecewise", dynamic=True, options={"compiler": "eager"})

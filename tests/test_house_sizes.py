@@ -75,7 +75,7 @@ BUDGETS = {
     "ranks": 394,
     "_torch": 956,
     "kernels": 1236,
-    "splitter": 1388,
+    "splitter": 1389,
     "analysis": 1707,
     "compiler": 2256,
     "recorder": 1185,
