@@ -42,6 +42,7 @@ from piecewise_graph.splitter.splitting_ops import (
     compile_ops_ahead,
     written_arguments,
 )
+from piecewise_graph.splitter.unread_numbers import without_unread_numbers
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def build_program(
     by_layout = bool(asked) or decided_by_strides(gm, writes)
     merged, merge = merge_linears(gm, example_inputs) if config.merge_linears else (gm, Merge())
     try:
-        traced = with_attention_inside(merged)
+        traced = with_attention_inside(without_unread_numbers(merged))
         proved = prove(traced, example_inputs, config)
     except Unsplittable as error:
         return error.reason
