@@ -33,6 +33,12 @@ def target() -> torch.nn.Module:
     return TARGET
 
 
+@pytest.mark.parametrize("path", [None, 5])
+def test_what_is_no_path_is_refused(path: Any, target: torch.nn.Module) -> None:
+    with pytest.raises(EagleError, match=f"{path} holds no draft head: it is no path"):
+        load_draft(path, target)
+
+
 # --- Refusals. ----------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from eagle_cases import (
@@ -99,6 +100,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "way": ({"graphs": "fast"}, "graphs={'draft': 'fast'} names no phase, or no graph mode"),
     "prefill": ({"graphs": {"prefill": "compiled"}}, "this speculator runs prompts 'eager'"),
     "rates": ({"synthetic": 9.0, "shape": 5}, "a mean of 9.0 tokens from 5 steps"),
+    "rates as text": ({"synthetic": ["a"] * 5, "shape": 5}, r"no acceptance rates: \['a', "),
+    "no rates": ({"synthetic": object, "shape": 5}, "no acceptance rates: <class 'object'>"),
+    "list of ways": ({"graphs": ["full"]}, r"graphs=\['full'\] names no graph mode"),
 }  # fmt: skip
 
 
@@ -138,6 +142,10 @@ LOOPS: dict[str, tuple[dict[str, Any], str]] = {
     "phase": ({"graphs": {"drafting": "full"}}, "graphs={'drafting': 'full'} names no phase"),
     "full prefill": ({"graphs": {"prefill": "full"}}, "graphs={'prefill': 'full'}"),
     "steps": ({"shapes": [-1]}, "-1 steps"),
+    "half a shape": ({"shapes": 1.5}, "shapes=1.5"),
+    "shapes as a tensor": ({"shapes": torch.tensor([3, 0])}, r"tensor\(3\) is no shape"),
+    "list of options": ({"options": [1]}, r"options of pg.compile are \[1\]"),
+    "options as text": ({"draft_options": "inductor"}, "options of pg.compile are 'inductor'"),
 }
 
 
@@ -164,6 +172,14 @@ def test_ways_of_one_generation_are_the_loops_own_but_for_those_named() -> None:
     loop = make("eagle1", shapes=[1])
     with pg.counters.expect(traces=1, phase_captures=0):
         loop.generate([[1, 2]], max_new_tokens=4, graphs={"draft": "compiled"})
+
+
+def test_numbers_of_numpy_are_taken() -> None:
+    whole = {"max_requests": 3, "max_seq_len": LENGTH, "page_size": 2, "prefill_rows": 7, "num_pages": 99}
+    loop = make(shapes=[1], **{name: np.int64(value) for name, value in whole.items()})
+    assert loop.batch_sizes == (1, 2, 3)
+    assert generates(loop)
+    loop.engine(synthetic=np.float32(1.5)).close()
 
 
 def test_loop_without_a_draft_is_refused() -> None:

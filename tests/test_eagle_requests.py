@@ -67,6 +67,14 @@ def test_stop_token_is_the_last_one(shape: DraftShape, loop: Speculator) -> None
     assert all_free(loop)
 
 
+def test_stop_tokens_of_an_iterator_are_those_of_every_prompt(loop: Speculator) -> None:
+    prompts = small_prompts([7, 3])
+    stop = [answer[4] for answer in answers(prompts, 9)]
+    wanted = loop.generate(prompts, max_new_tokens=9, stop=stop)
+    assert loop.generate(prompts, max_new_tokens=9, stop=iter(stop)) == wanted
+    assert all(tokens[-1] in stop for tokens in wanted)
+
+
 def test_stopped_requests_make_room_for_others(loop: Speculator) -> None:
     prompts = small_prompts([3, 8, 5, 2, 9, 4, 6, 7, 1])
     wanted = answers(prompts, 12)

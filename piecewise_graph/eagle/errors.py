@@ -239,6 +239,9 @@ class SpeculatorError(PiecewiseError, ValueError):
         "graphs={{{phase!r}: {mode!r}}} names no phase, or no graph mode.",
         "phases are {phases}; graph modes are {modes}; prefill is never 'full'.",
     )
+    no_options = _Message(
+        "the options of pg.compile are {options!r}.", "pass a dict of their names and values, or None."
+    )
     fixed_option = _Message(
         "the speculator sets the option {name!r} itself.",
         "leave it out; sizes, pool and outputs follow from shapes=, batch_sizes= and graphs=.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -154,9 +154,11 @@ def is_whole(value: Any, first: int, end: float) -> bool:
 
 def as_shapes(shapes: Any) -> tuple[DraftShape, ...]:
     """Shapes, or numbers of steps, as shapes: in order, each once."""
-    if isinstance(shapes, (str, int, DraftShape)) or not shapes:
+    listed = isinstance(shapes, Iterable) and not isinstance(shapes, str)
+    found = tuple(dict.fromkeys(map(as_shape, shapes))) if listed else ()
+    if not found:
         raise SpeculatorError.no_shapes(shapes)
-    return tuple(dict.fromkeys(map(as_shape, shapes)))
+    return found
 
 
 def as_shape(shape: Any) -> DraftShape:

@@ -12,7 +12,7 @@ import piecewise_graph as pg
 
 from .errors import SpeculatorError
 from .options import AUTO, COMPILED, FULL, PIECEWISE, DraftShape, EngineOptions, Sampling, as_shape, as_shapes
-from .request import Request, per_request
+from .request import Request, per_request, token_ids
 from .rounds.phases import GREEDY, RULES
 from .rounds.prefill import Prefill
 from .rounds.resources import Resources
@@ -80,13 +80,14 @@ class Speculator:
         self.max_requests, self.max_seq_len = limits.max_requests, limits.max_seq_len
         self.batch_sizes = limits.batch_sizes
         self.planner = Planner(self.shapes)
-        check_options(options or {})
-        check_options(draft_options or {})
+        options, draft_options = options or {}, draft_options or {}
+        check_options(options)
+        check_options(draft_options)
         with _own_modes(model.device.type):
             check_models(model, draft, self.shapes, page_size)
             if not any(shape.steps for shape in self.shapes):
                 draft = None
-            self._resources = Resources.make(model, draft, limits, options or {}, draft_options or {})
+            self._resources = Resources.make(model, draft, limits, options, draft_options)
         self._prefill = Prefill(self._resources, self.graphs["prefill"])
         self._rounds = RoundStore(self._prefill)
         self._latest: Engine | None = None
@@ -229,7 +230,7 @@ class Speculator:
         return RoundPolicy(planned, self._graph_modes(options.graphs), synthetic, overlap)
 
     def _graph_modes(self, graphs: str | Mapping[str, str] | None) -> GraphModes:
-        if graphs is None or not isinstance(graphs, str):
+        if graphs is None or isinstance(graphs, Mapping):
             if graphs and "prefill" in graphs:
                 raise SpeculatorError.prefill_is_fixed(graphs["prefill"], self.graphs["prefill"])
             graphs = {**self.graphs, **(graphs or {})}
@@ -245,6 +246,7 @@ class Speculator:
     ) -> tuple[Engine, list[Request]]:
         counts = per_request("max_new_tokens", max_new_tokens, len(prompts))
         samplings = per_request("sampling", sampling, len(prompts))
+        stop = token_ids(0, "stop", stop)  # the first request would use an iterator up
         engine = self._make_engine(policy)
         requests = [
             engine.make_request(prompt, count, how, stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ def load_draft(
         EagleError: a file is missing or damaged; a tensor is missing, unknown or of the wrong shape; the head
             is for another vocabulary, hidden size or depth than the target's.
     """
+    if not isinstance(path, (str, PathLike)):
+        raise EagleError.no_checkpoint(repr(path), "it is no path")
     folder = Path(path)
     raw = read_json(folder / "config.json")
     stored = read_tensors(folder)

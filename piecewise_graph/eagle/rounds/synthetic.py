@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -42,14 +43,18 @@ class Synthetic:
         Raises:
             SpeculatorError: out of range, or not one rate per step.
         """
-        if isinstance(wanted, (int, float)):
+        if isinstance(wanted, Real):
             wanted = min(wanted, steps + 1) if clamped else wanted
             if not 1 <= wanted <= steps + 1:
                 raise SpeculatorError.bad_mean(wanted, steps)
             return cls(_geometric(wanted - 1, steps))
-        if len(wanted) < steps:
-            raise SpeculatorError.too_few_rates(len(wanted), steps)
-        return cls(tuple(wanted[:steps]))
+        try:
+            rates = tuple(map(float, wanted))
+        except (TypeError, ValueError):
+            raise SpeculatorError.bad_rates(wanted) from None
+        if len(rates) < steps:
+            raise SpeculatorError.too_few_rates(len(rates), steps)
+        return cls(rates[:steps])
 
     @property
     def accept_length(self) -> float:

@@ -57,7 +57,7 @@ def make_limits(
     listed = batch_sizes is None or isinstance(batch_sizes, (list, tuple, range))
     if not listed or not all(map(_is_positive, (max_requests, *(batch_sizes or ())))):
         raise SpeculatorError.bad_batch_sizes(max_requests, batch_sizes)
-    powers = [2**i for i in range(max_requests.bit_length())]
+    powers = [2**i for i in range(int(max_requests).bit_length())]
     sizes = {size for size in batch_sizes or powers if size < max_requests}
     config = model.config.get_text_config()
     positions, limit = getattr(config, "max_position_embeddings", None), rope_limit(config)
@@ -76,8 +76,8 @@ def make_limits(
     if num_pages is None:
         longest = max_seq_len + max(shape.lookahead for shape in shapes)
         num_pages = 1 + max_requests * -(-longest // page_size)
-    batches = (*sorted(sizes), max_requests)
-    return Limits(tuple(shapes), batches, max_seq_len, page_size, num_pages, prefill_rows)
+    batches = tuple(map(int, (*sorted(sizes), max_requests)))  # NumPy's numbers are no sizes of pg.compile
+    return Limits(tuple(shapes), batches, *map(int, (max_seq_len, page_size, num_pages, prefill_rows)))
 
 
 def check_kinds(model: Any, draft: Any) -> None:
@@ -119,7 +119,9 @@ def check_models(model: Any, draft: Any, shapes: Sequence[DraftShape], page_size
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of pg.compile that the speculator sets itself."""
+    """Refuse what is no dict of options, and options of pg.compile that the speculator sets itself."""
+    if not isinstance(options, Mapping):
+        raise SpeculatorError.no_options(options)
     own = {"pool", "outputs", "capture", "capture_sizes", "max_tokens", "token_dim"} & options.keys()
     if own:
         raise SpeculatorError.fixed_option(min(own))
