@@ -81,7 +81,7 @@ BUDGETS = {
     "recorder": 1185,
     "runtime": 1438,
     "inspection": 1002,
-    "frontend": 1385,
+    "frontend": 1388,
     "custom_ops": 3781,
     "eagle": 3601,
     "integrations": 721,

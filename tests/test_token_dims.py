@@ -126,6 +126,25 @@ def test_a_second_dynamic_dimension_is_right_and_counted(compile: Any, device: t
     assert moved("fallbacks:second_dynamic_dimension") > 0
 
 
+class Attends(nn.Module):
+    """Requests of tokens, each with a place and every request with a weight."""
+
+    def forward(self, ids: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        x = (ids * 0.1 + places).sin()[:, None, :, None]
+        return F.scaled_dot_product_attention(x, x, x)[:, 0, :, 0] * weights[:, :1]
+
+
+def test_a_call_may_have_as_many_requests_as_tokens(device: torch.device) -> None:
+    """What `batch_dim` names is no dimension of tokens because of its size."""
+    torch._dynamo.reset()
+    batch_dim = {"ids": 0, "places": 0, "weights": -2}
+    compiled = by_pg_compile(Attends(), token_dim={"ids": 1}, batch_dim=batch_dim)
+    for requests, n in ((2, 3), (4, 4), (4, 4), (3, 3), (3, 5)):
+        ids, places = random_ids(n, requests, device), torch.rand(requests, n).to(device)
+        weights = torch.rand(requests, 4).to(device)
+        assert_same(compiled(ids, places, weights), Attends()(ids, places, weights))
+
+
 class TwoSums(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return x * 2, y.cumsum(0) + 1

@@ -137,7 +137,7 @@ class CompiledModel(ModelAttributes):
             return self._untraced_call(self, args, kwargs)
         args, kwargs = with_plain_strides(args, kwargs)
         tensors = self._finder.tensors(args, kwargs)
-        dims = self._finder.find(tensors)
+        dims = self._finder.find(tensors, self._batch_dims.named(tensors) if self._batch_dims else {})
         leader = next(iter(dims))
         count = tensors[leader].shape[dims[leader][0]]
         misplaced = self._misplaced(tensors) if tensors[leader].is_meta else None

@@ -46,11 +46,15 @@ class TokenDims:
                 found[name] = value
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
-    def find(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    def find(self, tensors: Mapping[str, Tensor], requests: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Argument name -> its token dimensions, the leading argument first.
 
         Arguments that the user did not name follow the leader: by name where transformers has one, else
         in every dimension of the same size (of at least 2: every batch dimension has size 1).
+
+        Args:
+            requests: argument name -> the dimension that counts requests, as the user said. A call may have
+                as many of them as tokens.
 
         Raises:
             TokenDimError: nothing tells the token dimension, or the user named what is not there.
@@ -66,7 +70,7 @@ class TokenDims:
                 # transformers would index a mask with it: an illegal address on a GPU
                 raise TokenDimError.positions(tensor.shape[-1], leader, count)
             if name not in dims:
-                following = _following(name, tensor, count)
+                following = _following(name, tensor, count, requests.get(name))
                 if following:
                     dims[name] = following
         return dims
@@ -84,6 +88,14 @@ class BatchDims:
             raise ConfigError.bad_value("batch_dim", batch_dim)
         self._given = dict(batch_dim)
 
+    def named(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """What the user said, each dimension counted from the first.
+
+        Raises:
+            TokenDimError: the user named what is not there.
+        """
+        return {name: _checked(name, dim, tensors, "batch_dim") for name, dim in self._given.items()}
+
     def find(
         self, tensors: Mapping[str, Tensor], tokens: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]]:
@@ -95,7 +107,7 @@ class BatchDims:
         Raises:
             TokenDimError: the user named what is not there, or a dimension behind the tokens.
         """
-        dims = {name: _checked(name, dim, tensors, "batch_dim") for name, dim in self._given.items()}
+        dims = self.named(tensors)
         for name, dim in dims.items():
             if any(dim >= other for other in tokens.get(name, ())):
                 raise TokenDimError.batch_behind_tokens(name, dim, tokens[name])
@@ -125,9 +137,10 @@ def _leader(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     raise TokenDimError.ambiguous({name: tensor.shape for name, tensor in tensors.items()})
 
 
-def _following(name: str, tensor: Tensor, count: int) -> tuple[int, ...]:
+def _following(name: str, tensor: Tensor, count: int, requests: int | None) -> tuple[int, ...]:
     known = _FOLLOWERS.get(name, _LEADERS.get(name))
     if known is not None and tensor.ndim <= 3:
         dim = tensor.ndim + known
         return (dim,) if dim >= 0 and tensor.shape[dim] == count else ()
-    return tuple(dim for dim, size in enumerate(tensor.shape) if size == count and count > 1)
+    equal = (dim for dim, size in enumerate(tensor.shape) if size == count and count > 1)
+    return tuple(dim for dim in equal if dim != requests)
