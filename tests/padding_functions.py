@@ -159,6 +159,29 @@ def ones_of(x: Tensor) -> Tensor:
     return torch.ones(x.shape[0], dtype=torch.int64)
 
 
+def resized_images(x: Tensor) -> list[Tensor]:
+    images = x.view(-1, 2, 2, 2)
+    sizes = [F.interpolate(images, size=3, mode=mode) for mode in ("nearest", "nearest-exact", "bicubic")]
+    smooth = [F.interpolate(images, size=5, mode=mode, antialias=True) for mode in ("bilinear", "bicubic")]
+    edges = [F.pad(images, (1, 1, 1, 1), mode) for mode in ("reflect", "replicate")]
+    best, places = F.adaptive_max_pool2d(images, 1, return_indices=True)
+    return [*sizes, *smooth, *edges, F.pad(x[:, None], (1, 2), "reflect"), best, places]
+
+
+def patches_of_images(x: Tensor) -> list[Tensor]:
+    images = x.view(-1, 4, 2, 1)
+    patches = F.unfold(images, (2, 1), padding=(1, 0))
+    return [F.fold(patches, (2, 1), (2, 1), padding=(1, 0)), F.pixel_unshuffle(F.pixel_shuffle(images, 2), 2)]
+
+
+def sampled_images(x: Tensor, y: Tensor) -> Tensor:
+    return F.grid_sample(x.view(-1, 2, 2, 2), y.view(-1, 2, 2, 2).tanh(), align_corners=False)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.view(-1, 2, 2, 2).permute(0, 3, 1, 2)
+
+
 def vmapped_mask(x: Tensor) -> Tensor:
     """As transformers builds masks: a function of two places, for all of them."""
     places, ok = torch.arange(x.shape[0]), x[:, 0] > 0
@@ -247,6 +270,11 @@ SAFE: dict[str, Case] = {
     "padded columns": ("x", lambda x: F.pad(x, (1, 2))),
     "rolled columns": ("x", lambda x: x.roll(2, -1).flip(-1)),
     "images of a batch": ("x", lambda x: F.avg_pool2d(x.view(-1, 1, 2, 4), 2)),
+    "resized images": ("x", resized_images),
+    "patches of images": ("x", patches_of_images),
+    "sampled images": ("x y", sampled_images),
+    "channels last in one place": ("x", lambda x: F.adaptive_avg_pool2d(channels_last(x), 1).flatten(1)),
+    "hardswish": ("x", lambda x: F.hardswish(x) + F.hardswish(x.clone(), inplace=True)),
     "tail without consequence": ("x", lambda x: (x, torch.zeros(x.shape[0], dtype=torch.int64))),
     "softcap": ("x", lambda x: 30.0 * torch.tanh(x / 30.0)),
     "sum of first rows": ("x point", lambda x, p: torch.zeros(9, 8).index_add_(0, p, x[:1].expand(2, 8))[0]),

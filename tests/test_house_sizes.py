@@ -14,9 +14,9 @@ from test_architecture import CORE, LEVELS
 # Catalogues, to be read in one sitting; rules.py is the proof, which a reader checks rule by rule.
 LONG_FILES = {
     "errors": 580,
-    "rules": 837,
+    "rules": 857,
     "claims": 430,
-    "proof": 373,
+    "proof": 390,
 }
 
 
@@ -76,7 +76,7 @@ BUDGETS = {
     "_torch": 956,
     "kernels": 1236,
     "splitter": 1408,
-    "analysis": 1707,
+    "analysis": 1731,
     "compiler": 2257,
     "recorder": 1185,
     "runtime": 1438,

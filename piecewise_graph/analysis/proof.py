@@ -123,6 +123,7 @@ class _Walk(fx.Interpreter):
         self.found: dict[fx.Node, Finding] = {}
         self.seen = Observations(device)
         self.states: dict[int, State] = {}
+        self.layouts: dict[int, tuple[Sequence[Any], Sequence[Any], Any]] = {}
         self.by_storage: dict[int, dict[int, Tensor]] = {}
         self.writers: dict[int, list[fx.Node]] = {}
         self.feeders: dict[fx.Node, list[fx.Node]] = {}  # made what a node reads and cannot be narrowed
@@ -207,6 +208,8 @@ class _Walk(fx.Interpreter):
         """The claims of what the op writes, and of its new results."""
         tags, own = call.op.tags, registered_rule(call.op)
         require(torch.Tag.nondeterministic_seeded not in tags, "random")
+        if call.name == "aten::as_strided" and call.written and self._stays(call.written[0]):
+            return [call.layout(call.written[0])]
         require(torch.Tag.inplace_view not in tags, "changes its argument's shape")
         for tensor in call.written:
             require(_torch.storage_id(tensor) not in self.torn, "writes what a region views")
@@ -223,6 +226,11 @@ class _Walk(fx.Interpreter):
         require(fit and len(found) == len(changed), "its rule is wrong")
         return found
 
+    def _stays(self, tensor: Tensor) -> bool:
+        """An op that arranges it anew changed nothing, as where adaptive_avg_pool2d makes one place."""
+        before, after = self.layouts.get(id(tensor)), _layout(tensor)
+        return before is not None and _elements(*before) == _elements(*after)
+
     def _unproved(self, op: str, why: str) -> None:
         if self.node not in self.found:
             self._find(op, why)
@@ -234,7 +242,7 @@ class _Walk(fx.Interpreter):
     # --- state ------------------------------------------------------------------------------------
 
     def _keep(self, tensor: Tensor, state: State) -> None:
-        self.states[id(tensor)] = state
+        self.states[id(tensor)], self.layouts[id(tensor)] = state, _layout(tensor)
         self.by_storage.setdefault(_torch.storage_id(tensor), {})[id(tensor)] = tensor
 
     def _set_live(self, tensors: Sequence[Tensor]) -> None:
@@ -356,8 +364,17 @@ def _size(atoms: Sequence[Any]) -> sympy.Expr:
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Which elements of its storage a tensor shows, and as what."""
-    layout = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-    return (tensor.dtype, tensor.ndim, *map(_torch.expression, layout))
+    return (tensor.dtype, *_elements(*_layout(tensor)))
+
+
+def _layout(tensor: Tensor) -> tuple[Sequence[Any], Sequence[Any], Any]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _elements(shape: Sequence[Any], stride: Sequence[Any], offset: Any) -> list[Any]:
+    """The same of two tensors of one storage means the same elements. Along one element no step is made."""
+    steps = [0 if isinstance(n, int) and n == 1 else step for n, step in zip(shape, stride, strict=True)]
+    return [len(steps), *map(_torch.expression, (*shape, *steps, offset))]
 
 
 def _begins_later(call: Call) -> bool:

@@ -55,7 +55,7 @@ RULES: dict[str, Rule] = {}
 # Elementwise, though torch does not tag them.
 POINTWISE = {
     *("floor_divide", "polar", "complex", "_conj", "_neg_view", "_prelu_kernel", "masked_fill"),
-    *("_to_copy", "clone", "lift_fresh_copy"),
+    *("_to_copy", "clone", "lift_fresh_copy", "hardswish"),
 }
 _orders = itertools.count()
 
@@ -633,8 +633,10 @@ def convolution(call: Call) -> State:
 
 
 @rule(
-    "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d upsample_nearest1d upsample_nearest2d"
-    " upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
+    "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest1d"
+    " upsample_nearest2d _upsample_nearest_exact1d _upsample_nearest_exact2d upsample_linear1d"
+    " upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+    " reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d"
 )
 def images(call: Call) -> Sequence[State]:
     """Each image of a batch is read for itself; its places are constant."""
@@ -648,6 +650,24 @@ def images(call: Call) -> Sequence[State]:
         dims = (*claim.dims[:-places], *(call.padding.dim(n) for n in result.shape[-places:]))
         results.append(Claim(dims, found, found))
     return results
+
+
+@rule("pixel_shuffle pixel_unshuffle im2col col2im")
+def patches(call: Call) -> State:
+    """Elements change places, or are summed, within one image of a batch."""
+    call.numbers_are_constant()
+    claim, image = call.claim(call.tensors[0]), 2 if call.name == "aten::col2im" else 3
+    batch = call.tensors[0].ndim - image
+    require(all(map(is_constant, claim.dims[batch:])), "over tokens")
+    return Claim((*claim.dims[:batch], *map(call.padding.dim, call.results[0].shape[batch:])))
+
+
+@rule("grid_sampler_2d")
+def sampled(call: Call) -> State:
+    """Each image is read at the points of its own grid; what lies outside of it, the op leaves out."""
+    image, grid = (call.claim(tensor).dims for tensor in call.tensors)
+    require(image[0] == grid[0] and all(map(is_constant, (*image[1:], *grid[1:]))), "over tokens")
+    return Claim((image[0], *map(call.padding.dim, call.results[0].shape[1:])))
 
 
 # --- new values -----------------------------------------------------------------------------------
