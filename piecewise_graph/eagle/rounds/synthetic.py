@@ -43,11 +43,11 @@ class Synthetic:
         Raises:
             SpeculatorError: out of range, or not one rate per step.
         """
-        if isinstance(wanted, Real):
-            wanted = min(wanted, steps + 1) if clamped else wanted
-            if not 1 <= wanted <= steps + 1:
-                raise SpeculatorError.bad_mean(wanted, steps)
-            return cls(_geometric(wanted - 1, steps))
+        if isinstance(wanted, (int, float, Real)):  # NumPy's numbers too
+            mean = min(float(wanted), steps + 1) if clamped else float(wanted)
+            if not 1 <= mean <= steps + 1:
+                raise SpeculatorError.bad_mean(mean, steps)
+            return cls(_geometric(mean - 1, steps))
         try:
             rates = tuple(map(float, wanted))
         except (TypeError, ValueError):
