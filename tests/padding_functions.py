@@ -159,6 +159,12 @@ def ones_of(x: Tensor) -> Tensor:
     return torch.ones(x.shape[0], dtype=torch.int64)
 
 
+def relative_shift(x: Tensor) -> Tensor:
+    """Of relative positions in Conformers: constant dimensions of 2 and 5 become 5 and 2."""
+    shifted = F.pad(x.view(-1, 1, 2, 4), (1, 0)).view(-1, 1, 5, 2)[:, :, 1:]
+    return shifted.view(-1, 1, 2, 4)
+
+
 def resized_images(x: Tensor) -> list[Tensor]:
     images = x.view(-1, 2, 2, 2)
     sizes = [F.interpolate(images, size=3, mode=mode) for mode in ("nearest", "nearest-exact", "bicubic")]
@@ -270,6 +276,7 @@ SAFE: dict[str, Case] = {
     "padded columns": ("x", lambda x: F.pad(x, (1, 2))),
     "rolled columns": ("x", lambda x: x.roll(2, -1).flip(-1)),
     "images of a batch": ("x", lambda x: F.avg_pool2d(x.view(-1, 1, 2, 4), 2)),
+    "relative shift": ("x", relative_shift),
     "resized images": ("x", resized_images),
     "patches of images": ("x", patches_of_images),
     "sampled images": ("x y", sampled_images),

@@ -127,6 +127,8 @@ UNSAFE: dict[str, Case] = {
         "x y",
         lambda x, y: F.grid_sample(x[None, None], y.tanh().view(1, 1, -1, 2), align_corners=False),
     ),
+    "constants around tokens": ("x", lambda x: x.expand(3, -1, -1).reshape(4, x.shape[0], 6)),
+    "constants beside tokens": ("x", lambda x: x.t().reshape(2, -1, 4)),
     "rows told anew": ("x", lambda x: (x * 2).as_strided_(x.shape, (1, x.shape[0]))),
     "resized over tokens": ("x", lambda x: F.interpolate(x.t()[None], scale_factor=2)),
     "cumulative from the end": ("x", lambda x: x.flip(0).cumsum(0).flip(0)),

@@ -319,7 +319,9 @@ class _Regrouping:
                 require(isinstance(atom, int) and atom > 1 and factor > 1, "view across rows")
                 assert isinstance(atom, int)
                 part = math.gcd(atom, factor)
-                require(part in (atom, factor), "view across rows")
+                if part not in (atom, factor):  # constant dimensions side by side may be cut anew as one
+                    self._join(atom)
+                    continue
                 factor //= part
                 taken.append(part)
                 if atom != part:
@@ -336,6 +338,13 @@ class _Regrouping:
             else:
                 self.begun = list(dim)
         return self.begun.pop(0)
+
+    def _join(self, atom: int) -> None:
+        """Put `atom` back as one with the next one."""
+        following = self._next()
+        if not isinstance(following, int):
+            refuse("view across rows")
+        self.begun.insert(0, atom * following)
 
     def rest(self) -> list[Dim]:
         """Nothing, where all atoms were taken."""
