@@ -75,7 +75,7 @@ BUDGETS = {
     "ranks": 394,
     "_torch": 956,
     "kernels": 1236,
-    "splitter": 1408,
+    "splitter": 1409,
     "analysis": 1738,
     "compiler": 2257,
     "recorder": 1185,

@@ -73,6 +73,20 @@ def test_nothing_but_a_draw(device: torch.device) -> None:
         torch.testing.assert_close(compiled(idle)(x), x)
 
 
+def test_numbers_written_to_an_argument_are_drawn(device: torch.device) -> None:
+    def drawn(x: Tensor) -> Tensor:
+        noise = torch.zeros(WIDTH, device=x.device)
+        torch.rand(WIDTH, device=x.device, out=noise)
+        return ops.mix(x) + noise
+
+    fast, x = compiled(drawn), torch.ones(3, WIDTH, device=device)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        wanted = drawn(x)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(fast(x), wanted)
+
+
 @pytest.mark.parametrize("reader", [lambda x, n: x + n, lambda x, n: x.add_(n)], ids=["sum", "in place"])
 def test_numbers_that_are_read_keep_the_reason(
     reader: Callable[[Tensor, Tensor], Tensor], device: torch.device

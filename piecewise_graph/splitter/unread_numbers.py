@@ -23,7 +23,8 @@ _DRAWING = frozenset(
 
 def without_unread_numbers(gm: GraphModule) -> GraphModule:
     """A copy of `gm` that does not draw the numbers which nobody reads; `gm` itself where all are read."""
-    unread = [node for node in gm.graph.nodes if node.target in _DRAWING and not node.users]
+    draws = (node for node in gm.graph.nodes if node.target in _DRAWING and not node.users)
+    unread = [node for node in draws if node.kwargs.get("out") is None]  # with out=, the argument is read
     if not unread:
         return gm
     graph, copies = copied(gm)
