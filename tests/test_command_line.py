@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -285,17 +286,20 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(unbuffered: str) -> None:
     assert process.communicate()[1] == "" and process.returncode == 141
 
 
-def test_another_pipe_that_breaks_is_an_error_like_any_other() -> None:
+@pytest.mark.parametrize("output", [None, io.StringIO()], ids=["a file", "no file"])
+def test_another_pipe_that_breaks_is_an_error_like_any_other(output: io.StringIO | None) -> None:
     def breaks(_: object) -> int:
         raise BrokenPipeError("a worker has gone")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(BrokenPipeError, match="a worker"):
+        if output is not None:
+            patch.setattr(sys, "stdout", output)
         patch.setattr(doctor_command, "run", breaks)
         main(["doctor"])
 
 
 def test_ctrl_c_ends_a_command_in_one_line() -> None:
-    """At any place, here where the first import of the command is."""
+    """Once the package is loaded; here where the first import of the command is."""
     at_once = "importlib.import_module = lambda *_: os.kill(os.getpid(), signal.SIGINT)"
     process = command_line(at_once, "generate", "--model", MODEL)
     assert process.communicate()[1] == "interrupted\n"

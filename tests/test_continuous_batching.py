@@ -15,6 +15,7 @@ from transformers import (
     GenerationConfig,
     MistralConfig,
     MistralForCausalLM,
+    MistralForSequenceClassification,
     OPTConfig,
     OPTForCausalLM,
 )
@@ -171,6 +172,8 @@ def test_what_is_refused(device: torch.device) -> None:
     config = MistralConfig(**sizes, num_attention_heads=2, sliding_window=8, attn_implementation="piecewise")
     with pytest.raises(AttentionError, match="sliding window"):
         pg.continuous_batching(MistralForCausalLM(config))
+    with pytest.raises(AttentionError, match="a MistralForSequenceClassification is no causal LM"):
+        pg.continuous_batching(MistralForSequenceClassification(config))
     served = pg.continuous_batching(load("piecewise", device), compiler="eager")
     with pytest.raises(AttentionError, match="graphs of its own"):
         generated(served, TEXTS, default_compile_level=1)

@@ -101,6 +101,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "prefill": ({"graphs": {"prefill": "compiled"}}, "this speculator runs prompts 'eager'"),
     "rates": ({"synthetic": 9.0, "shape": 5}, "a mean of 9.0 tokens from 5 steps"),
     "rates as text": ({"synthetic": ["a"] * 5, "shape": 5}, r"no acceptance rates: \['a', "),
+    "digits as rates": ({"synthetic": "11111", "shape": 5}, "no acceptance rates: 11111"),
     "no rates": ({"synthetic": object, "shape": 5}, "no acceptance rates: <class 'object'>"),
     "list of ways": ({"graphs": ["full"]}, r"graphs=\['full'\] names no graph mode"),
 }  # fmt: skip
@@ -176,7 +177,8 @@ def test_ways_of_one_generation_are_the_loops_own_but_for_those_named() -> None:
 
 def test_numbers_of_numpy_are_taken() -> None:
     whole = {"max_requests": 3, "max_seq_len": LENGTH, "page_size": 2, "prefill_rows": 7, "num_pages": 99}
-    loop = make(shapes=[1], **{name: np.int64(value) for name, value in whole.items()})
+    sizes = {"shapes": np.array([1]), "batch_sizes": np.array([2, 1])}
+    loop = make(**sizes, **{name: np.int64(value) for name, value in whole.items()})
     assert loop.batch_sizes == (1, 2, 3)
     assert generates(loop)
     loop.engine(synthetic=np.float32(1.5)).close()

@@ -69,6 +69,8 @@ def continuous_batching(model: PreTrainedModel, **options: Any) -> PreTrainedMod
         CacheError: the configuration names no sizes of heads.
     """
     check_kind(model)
+    if model.get_output_embeddings() is None:  # a classifier, or a decoder alone
+        raise AttentionError.no_causal_lm(type(model).__name__)
     name = model.config._attn_implementation
     if not is_ours(name):
         raise AttentionError.not_ours(name)

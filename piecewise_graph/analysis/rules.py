@@ -664,7 +664,7 @@ def patches(call: Call) -> State:
 
 @rule("grid_sampler_2d")
 def sampled(call: Call) -> State:
-    """Each image is read at the points of its own grid; what lies outside of it, the op leaves out."""
+    """Each image is read at the points of its own grid; a point outside of it reads no other image."""
     image, grid = (call.claim(tensor).dims for tensor in call.tensors)
     require(image[0] == grid[0] and all(map(is_constant, (*image[1:], *grid[1:]))), "over tokens")
     return Claim((image[0], *map(call.padding.dim, call.results[0].shape[1:])))

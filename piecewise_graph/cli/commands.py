@@ -53,8 +53,12 @@ def _has_no_reader(stream: TextIO | None) -> bool:
     """Whether it is a pipe whose other end is closed."""
     if stream is None:  # closed from the start
         return False
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError):  # it is no file, or closed
+        return False
     poll = select.poll()
-    poll.register(stream.fileno(), select.POLLOUT)
+    poll.register(number, select.POLLOUT)
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 

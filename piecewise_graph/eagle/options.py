@@ -163,9 +163,11 @@ def as_shapes(shapes: Any) -> tuple[DraftShape, ...]:
 
 def as_shape(shape: Any) -> DraftShape:
     """A shape, or the number of steps of a chain, as a shape."""
-    if not isinstance(shape, (DraftShape, int)):
+    if not isinstance(shape, (DraftShape, Integral)):
         raise SpeculatorError.not_a_shape(shape)
-    return shape if isinstance(shape, DraftShape) else DraftShape(shape)
+    if isinstance(shape, DraftShape):
+        return shape
+    return DraftShape(shape if isinstance(shape, bool) else int(shape))  # which refuses a bool
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def _is_decode_step(gm: GraphModule) -> bool:
     static = {_torch.storage_id(_torch.example_value(x)) for x in placeholders if _torch.is_marked_static(x)}
     targets = (node.args[0] for node in gm.graph.nodes if may_write(node) and node.args)
     written = (_torch.example_value(target) for target in targets if isinstance(target, Node))
-    tensors = [value for value in written if isinstance(value, Tensor) and not _torch.is_wrapped(value)]
-    return any(_torch.storage_id(tensor) in static for tensor in tensors)
+    plain = (value for value in written if isinstance(value, Tensor) and not _torch.is_wrapped(value))
+    return any(_torch.storage_id(tensor) in static for tensor in plain)
 
 
 def _make_dense(graph: Graph, attention: Node) -> None:

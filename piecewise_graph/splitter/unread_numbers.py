@@ -1,4 +1,4 @@
-"""Random numbers that nobody reads are not drawn, which is what AOTAutograd makes of them too.
+"""Random numbers that nobody reads are not drawn: AOTAutograd, before every real compiler, drops them too.
 
 A trace that draws numbers is not captured: each replay would draw the same ones again. Encoders of speech in
 transformers (Wav2Vec2, HuBERT, SEW) draw one per layer, to skip layers in training, and never look at it in

@@ -48,6 +48,8 @@ class Synthetic:
             if not 1 <= mean <= steps + 1:
                 raise SpeculatorError.bad_mean(mean, steps)
             return cls(_geometric(mean - 1, steps))
+        if isinstance(wanted, str):  # its characters are no rates
+            raise SpeculatorError.bad_rates(wanted)
         try:
             rates = tuple(map(float, wanted))
         except (TypeError, ValueError):

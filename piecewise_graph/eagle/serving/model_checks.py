@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -54,11 +54,13 @@ def make_limits(
     Raises:
         SpeculatorError: a number is too small, or the target has fewer positions.
     """
-    listed = batch_sizes is None or isinstance(batch_sizes, (list, tuple, range))
-    if not listed or not all(map(_is_positive, (max_requests, *(batch_sizes or ())))):
+    given = () if batch_sizes is None else batch_sizes
+    is_list = isinstance(given, Iterable) and not isinstance(given, str)
+    asked = tuple(given) if is_list else ()
+    if not is_list or not all(map(_is_positive, (max_requests, *asked))):
         raise SpeculatorError.bad_batch_sizes(max_requests, batch_sizes)
     powers = [2**i for i in range(int(max_requests).bit_length())]
-    sizes = {size for size in batch_sizes or powers if size < max_requests}
+    sizes = {size for size in asked or powers if size < max_requests}
     config = model.config.get_text_config()
     positions, limit = getattr(config, "max_position_embeddings", None), rope_limit(config)
     if max_seq_len is None:
