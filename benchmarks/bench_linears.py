@@ -32,6 +32,7 @@ from benchmarks.common import (
     write,
 )
 from benchmarks.llama import SHAPES
+from piecewise_graph.kernels.early_reads import unwritten
 from piecewise_graph.kernels.launch import multiprocessors
 from piecewise_graph.kernels.linear import MAX_TOKENS, linear_launch
 from piecewise_graph.kernels.linear.kernel_configs import SHARED_MEMORY, KernelConfig, usual_config
@@ -41,7 +42,7 @@ _WEIGHTS = 2**30  # bytes of all layers at least: many times what the cache hold
 _FASTER = 1.03  # the usual blocks over the best ones, one launch changed
 _LIBRARY = "cuBLAS"
 # Rows of a block, columns of a step, warps.
-_ONE_ROW = ((2, 512, 4), (2, 1024, 4), (2, 2048, 8), (4, 512, 4), (4, 1024, 4), (4, 2048, 4), (8, 512, 4))
+_ONE_ROW = ((2, 1024), (4, 1024), (8, 1024), (2, 2048), (4, 2048), (8, 2048))  # rows, columns
 
 
 def _decoder(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int = 0) -> dict[str, int]:
@@ -104,8 +105,7 @@ def others(tokens: int) -> Iterator[KernelConfig | None]:
     """Blocks that are tried in the place of the usual ones; None is cuBLAS."""
     yield None
     if tokens == 1:
-        for rows, columns, warps in _ONE_ROW:
-            yield KernelConfig(rows, columns, 1, warps, 1, ahead=16 if columns == 2048 and rows == 4 else 4)
+        yield from (KernelConfig(*block, 1, 4, 1) for block in _ONE_ROW)
         return
     forms = [KernelConfig(64, 128, 1, 4, 0), KernelConfig(128, 64, 1, 4, 0)]
     if tokens > MAX_TOKENS:
@@ -151,8 +151,11 @@ def named(config: KernelConfig | None) -> str:
 def captured(x: Tensor, weights: list[Layer], configs: Configs) -> Callable[[], None]:
     step(x, weights, configs)  # loads the kernels
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+    graph, read = (
+        torch.cuda.CUDAGraph(),
+        [each for layer in weights for part in layer.values() for each in part],
+    )
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()), unwritten(read):
         step(x, weights, configs)
     return graph.replay
 

@@ -35,6 +35,7 @@ from torch import Tensor
 from piecewise_graph import _torch
 from piecewise_graph.errors import GraphPoolError
 from piecewise_graph.kernels.detour import Detour
+from piecewise_graph.kernels.early_reads import unwritten as reads_only
 from piecewise_graph.kernels.turns import Turns
 from piecewise_graph.ranks.collectives import alone
 from piecewise_graph.sizes import kept
@@ -188,7 +189,12 @@ class GraphPool:
         return graph.replay, outputs
 
     def capture_call(
-        self, body: Callable[[], Any], *, device: torch.device | str, name: str = "captured call"
+        self,
+        body: Callable[[], Any],
+        *,
+        device: torch.device | str,
+        name: str = "captured call",
+        unwritten: Iterable[Tensor] = (),
     ) -> CapturedCall:
         """Capture a callable as one graph in this pool.
 
@@ -199,6 +205,8 @@ class GraphPool:
         Args:
             device: the device that `body` works on. On a CPU a replay calls `body` again.
             name: names the replay in errors, and in the trace of a profiler.
+            unwritten: tensors that `body` reads and whose memory it does not write, a model's weights for
+                instance. Kernels may read them before those in front of them are done.
 
         Raises:
             GraphPoolError: the pool serves another device, or the caller is capturing a graph already.
@@ -211,7 +219,7 @@ class GraphPool:
             device = torch.device("cuda", torch.cuda.current_device())
         call = CapturedCall(self, name)
         self.join(device, call)
-        with self.session():
+        with self.session(), reads_only(unwritten):
             body()
             with clean_cublas(device):
                 call.replay, _ = self.capture(lambda: (body(), ())[1], (), warm=())

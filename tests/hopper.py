@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 SHARED, REGISTERS = 228 << 10, 64 << 10  # bytes and numbers of a multiprocessor
@@ -25,3 +28,13 @@ def compiled(kernel: Any, types: Sequence[str], constants: Sequence[Any], **opti
     source = triton.compiler.ASTSource(kernel, signature, constexprs=constexprs, attrs=aligned)
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     return triton.compile(source, target=target, options={"launch_pdl": True, **options})
+
+
+def sass(made: Any) -> str:
+    """The machine's code of a compiled kernel."""
+    import triton
+
+    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(made.asm["cubin"])
+        return subprocess.run([disassembler, file.name], check=True, capture_output=True, text=True).stdout

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hopper import RESERVED, SHARED, compiled
+from hopper import RESERVED, SHARED, compiled, sass
 from hypothesis import given, settings, strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from linear_operands import DEVICE, DTYPES, EXAMPLES, TOLERANCE, operands
@@ -195,7 +195,7 @@ def code_for_hopper(constants: tuple[Any, ...], *, counted: int = 0, **options: 
     pytest.importorskip("triton")
     from piecewise_graph.kernels.linear.linear_kernels import few_rows
 
-    types = ["*bf16"] * 10 + ["*fp32" if counted else "*bf16"] + ["i32"] * 6 + ["fp32"]
+    types = ["*bf16"] * 10 + ["*fp32" if counted else "*bf16"] + ["i32"] * 7 + ["fp32"]
     return compiled(few_rows, types, (*constants[:-1], counted, constants[-1]), **options)
 
 
@@ -204,7 +204,7 @@ def code_before_a_norm(constants: tuple[Any, ...], **options: int) -> Any:
     pytest.importorskip("triton")
     from piecewise_graph.kernels.linear.added_kernels import few_rows_added
 
-    return compiled(few_rows_added, ["*bf16"] * 7 + ["*fp32"] + ["i32"] * 3, constants, **options)
+    return compiled(few_rows_added, ["*bf16"] * 7 + ["*fp32"] + ["i32"] * 4, constants, **options)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
@@ -240,7 +240,7 @@ def assert_waits_and_reads_wide(code: str, tokens: int, *, alone: bool = False) 
     """In code for Hopper, which compiles without one. Only lines of the weight are asked for before.
 
     And they read as many bytes at a time as there are, also where blocks do not divide the columns: rows are
-    aligned as the first one is.
+    aligned as the first one is. For one row of x, that wait is for weights that are not read early.
     """
     wide = r"ld\.global\S*evict_first\S*\.v4\.b32" if tokens == 1 else r"cp\.async\.cg"
     assert re.search(wide, code) and (alone or not re.search(r"ld\.global\S*\.b16", code))
@@ -248,6 +248,25 @@ def assert_waits_and_reads_wide(code: str, tokens: int, *, alone: bool = False) 
     wait = code.find("griddepcontrol.wait")
     assert 0 < code.find("prefetch.global.L2") < wait < touches
     assert 0 < code.find("griddepcontrol.launch_dependents") < wait
+    assert code.count("griddepcontrol.wait") == (2 if tokens == 1 else 1)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("block", [(2, 2048), (4, 1024), (4, 2048), (8, 2048)])
+def test_one_row_reads_a_tile_of_the_weight_before_it_waits(block: tuple[int, int], even: bool) -> None:
+    """And nothing else, in the machine's own code. A branch skips the wait before that."""
+    one_row = (1, 1, 4, 1, even, True, False)
+    for made in (
+        code_for_hopper((*block, *one_row, False, False, True), counted=512),
+        code_before_a_norm((*block, *one_row[1:], True)),
+    ):
+        before, ahead, after = sass(made).split("ACQBULK")
+        skips = re.search(r"PREEXIT.*@\S+ BRA `\((\S+)\)", before, re.DOTALL)
+        assert skips is not None and f"{skips[1]}:" in ahead
+        tile = block[0] * block[1] // (8 * 128)  # loads of 16 bytes by each of 128 threads
+        assert ahead.count("LDG") == ahead.count("LDG.E.EF.128") == tile
+        assert "LDG" not in before and "STG" not in before + ahead and "STG" in after
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")

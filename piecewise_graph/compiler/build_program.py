@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from piecewise_graph import _torch
 from piecewise_graph.compiler.blocked import blocked
 from piecewise_graph.compiler.judge import ProvedGraph
-from piecewise_graph.compiler.program import Program
+from piecewise_graph.compiler.program import Program, written_slots
 from piecewise_graph.compiler.prove_padding import Unproved, prove_padding
 from piecewise_graph.compiler.segments import CompiledSegment, compile_split
 from piecewise_graph.compiler.specialize import specialized
@@ -35,12 +35,10 @@ from piecewise_graph.splitter.merge_linears import merge_linears
 from piecewise_graph.splitter.merged_weights import Merge
 from piecewise_graph.splitter.source_names import readable_source
 from piecewise_graph.splitter.split import Unsplittable
-from piecewise_graph.splitter.split_graph import Ref, SegmentStep, SplitGraph, references
+from piecewise_graph.splitter.split_graph import SegmentStep, SplitGraph, references
 from piecewise_graph.splitter.splitting_ops import (
-    bind_arguments,
     changes_shape_in_place,
     compile_ops_ahead,
-    written_arguments,
 )
 from piecewise_graph.splitter.unread_numbers import without_unread_numbers
 
@@ -270,17 +268,4 @@ def writes_arguments(graph: SplitGraph, segments: Mapping[int, CompiledSegment])
 
     Tensors that are bound by address may be written (a KV cache in a module's buffer): it is the real one.
     """
-    by_segments = [
-        item.slot
-        for step in graph.segments
-        for index in segments[step.index].facts.written
-        if isinstance(item := step.inputs[index], Ref)
-    ]
-    by_ops = [
-        slot
-        for call in graph.op_calls
-        for name, value in bind_arguments(call.target, call.args, call.kwargs)
-        if name in written_arguments(call.target)
-        for slot in references(value)
-    ]
-    return any(not given.bound for given in graph.arguments_sharing_storage([*by_ops, *by_segments]))
+    return any(not given.bound for given in graph.arguments_sharing_storage(written_slots(graph, segments)))

@@ -32,8 +32,10 @@ from piecewise_graph.splitter.split_graph import (
     SegmentStep,
     Size,
     SplitGraph,
+    references,
     resolve,
 )
+from piecewise_graph.splitter.splitting_ops import bind_arguments, written_arguments
 
 RunSegment = Callable[[SegmentStep, CompiledSegment, list[Any]], Sequence[Tensor]]
 RunOp = Callable[[OpCall, tuple[Any, ...], dict[str, Any]], Any]
@@ -107,6 +109,14 @@ class Program:
         }
         return tuple(i for i, x in enumerate(split.inputs) if x.bound and split.storages[i] in storages)
 
+    def read_and_written(self, args: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """A call's arguments at fixed addresses: those that are only read, and those in written storages."""
+        written = {self.split.storages[slot] for slot in written_slots(self.split, self.compiled)}
+        read, changed = list[Tensor](), list[Tensor]()
+        for index, tensor in self.bound_arguments(args):
+            (changed if self.split.storages[index] in written else read).append(tensor)
+        return read, changed
+
     @property
     def has_effects(self) -> bool:
         """A call may change what outlives it: it writes an argument, or runs an op that is not torch's."""
@@ -144,6 +154,24 @@ class Program:
         for slot, last in self.last_use.items():
             found.setdefault(last, []).append(slot)
         return found
+
+
+def written_slots(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> list[int]:
+    """What segments and ops write."""
+    by_segments = [
+        item.slot
+        for step in graph.segments
+        for index in segments[step.index].facts.written
+        if isinstance(item := step.inputs[index], Ref)
+    ]
+    by_ops = [
+        slot
+        for call in graph.op_calls
+        for name, value in bind_arguments(call.target, call.args, call.kwargs)
+        if name in written_arguments(call.target)
+        for slot in references(value)
+    ]
+    return [*by_ops, *by_segments]
 
 
 def in_layout(program: Program, args: Sequence[Any], sizes: Sizes) -> Sequence[Any]:

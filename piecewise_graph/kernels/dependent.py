@@ -22,8 +22,21 @@ def start_dependent(DEPENDENT: tl.constexpr):
     Args:
         DEPENDENT: the kernel is launched as a dependent; without, nothing is done.
     """
+    let_dependents_start(DEPENDENT)
+    wait(DEPENDENT)
+
+
+@triton.jit
+def let_dependents_start(DEPENDENT: tl.constexpr):
+    """The first half of `start_dependent`."""
     if DEPENDENT:
         cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(DEPENDENT: tl.constexpr):
+    """The second half. Once a program has waited, it costs nothing."""
+    if DEPENDENT:
         cuda.gdc_wait()
 
 

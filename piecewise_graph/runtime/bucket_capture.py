@@ -13,6 +13,7 @@ import torch
 from piecewise_graph.context import ForwardContext
 from piecewise_graph.errors import CaptureError
 from piecewise_graph.graph_pool import GraphPool
+from piecewise_graph.kernels.early_reads import unwritten
 from piecewise_graph.ranks.exchange import Ranks
 from piecewise_graph.recorder.bucket_record import BucketRecord
 from piecewise_graph.recorder.padding import UNPROVEN
@@ -85,7 +86,8 @@ def capture_bucket(
     """
     program = workspace.program
     measured = _Measured(workspace.pool, tapes, planned)
-    with workspace.pool.session():
+    read, written = program.read_and_written(args)
+    with workspace.pool.session(), unwritten(read, but=written):
         if rehearsed and not (padded or tapes.mode.one_graph) and is_rehearsed(workspace, bucket):
             tape = _recorded_unrehearsed(workspace, tapes, args, num_tokens, bucket)
             made_on_all = program.ranks.all(f"capture {bucket} tokens without a rehearsal", tape is not None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import piecewise_graph as pg
 
@@ -26,16 +27,23 @@ class PhaseRunner:
         mode: one of `options.GRAPH_MODES`.
         pool: whose memory and stream a full graph takes.
         ranks: who run the phase together: it is a graph on all of them, or on none.
+        weights: what the phase reads and never writes.
 
     Attributes:
         failure: why its graph could not be captured. It runs compiled then, until the pool drops its graphs.
     """
 
     def __init__(
-        self, name: str, body: Callable[[str], None], mode: str, pool: pg.GraphPool, ranks: pg.Ranks
+        self,
+        name: str,
+        body: Callable[[str], None],
+        mode: str,
+        pool: pg.GraphPool,
+        ranks: pg.Ranks,
+        weights: Callable[[], Iterable[Tensor]],
     ) -> None:
         self.name, self.failure = name, ""
-        self._asked, self._body, self._pool, self._ranks = mode, body, pool, ranks
+        self._asked, self._body, self._pool, self._ranks, self._weights = mode, body, pool, ranks, weights
         self._graph: Any = None  # what GraphPool.capture_call returned
 
     @property
@@ -62,7 +70,10 @@ class PhaseRunner:
             return
         try:
             self._graph = self._pool.capture_call(
-                lambda: self._body(self.mode), device=device, name=_SHOWN.get(self.name, self.name)
+                lambda: self._body(self.mode),
+                device=device,
+                name=_SHOWN.get(self.name, self.name),
+                unwritten=self._weights(),
             )
         except Exception as error:  # the phase itself has run: it goes on without a graph
             self._graph, failure = None, f"{type(error).__name__}: {error}"

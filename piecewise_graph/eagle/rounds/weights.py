@@ -88,6 +88,10 @@ class Weights:
                 self._held[part] = {name: tensor.detach() for name, tensor in _tensors(part, module)}
                 self._seen[part] = _Seen.of(module)
 
+    def parameters(self) -> Iterator[Tensor]:
+        """Those of all parts, in plain tensors."""
+        return chain.from_iterable(_inner(x) for part in self._parts().values() for x in part.parameters())
+
     def check(self) -> None:
         """Compare all weights and modules with what graphs were made of. Quick: it is done per request.
 

@@ -143,8 +143,11 @@ class RoundStore:
         bodies: dict[str, Callable[[str], None]] = {"draft": phases.draft, "verify": phases.verify}
         if shape.steps:
             bodies["extend"] = phases.extend
-        modes, pool, ranks = dict(graphs), self.resources.pool, self.resources.ranks
-        runners = [PhaseRunner(name, body, modes[name], pool, ranks) for name, body in bodies.items()]
+        modes, given = (
+            dict(graphs),
+            (self.resources.pool, self.resources.ranks, self.resources.weights.parameters),
+        )
+        runners = [PhaseRunner(name, body, modes[name], *given) for name, body in bodies.items()]
         return Round(phases, runners, self.prefill)
 
     def _key(self, requests: Sequence[Request], policy: RoundPolicy) -> PlannerKey:

@@ -3,10 +3,11 @@
 import triton
 import triton.language as tl
 
-from piecewise_graph.kernels.linear.linear_kernels import prefetch_and_wait, product
+from piecewise_graph.kernels.dependent import wait
+from piecewise_graph.kernels.linear.linear_kernels import begin, of_few_rows, of_one_row, tile_of
 
 
-@triton.jit(do_not_specialize=["tokens", "rows", "columns"])
+@triton.jit(do_not_specialize=["early", "tokens", "rows", "columns"])
 def few_rows_added(
     x,
     weight,
@@ -16,6 +17,7 @@ def few_rows_added(
     hidden,
     scaled,
     squares,
+    early,
     tokens,
     rows,
     columns,
@@ -35,7 +37,7 @@ def few_rows_added(
         x: `[tokens, columns]`; weight: `[rows, columns]`; bias, gain: `[rows]`; all contiguous.
         residual, hidden, scaled: `[tokens, rows]`; `scaled = hidden * gain`.
         squares: float32 `[blocks, tokens]`, a block's sum of squares of its columns of `hidden`.
-        TOKENS, EVEN, ALIGNED: see `few_rows`.
+        early, TOKENS, EVEN, ALIGNED: see `few_rows`.
     """
     if ALIGNED:
         columns = columns // 16 * 16
@@ -43,12 +45,18 @@ def few_rows_added(
     n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, TOKENS)
     own = tl.minimum(n, rows - 1).to(tl.int64)
     row = weight + own * columns
-    prefetch_and_wait(row, 0, columns, AHEAD, DEPENDENT)
+    begin(row, 0, columns, early if TOKENS == 1 else 0, AHEAD, DEPENDENT)
+    if TOKENS == 1:
+        tile = tile_of(row, tl.arange(0, BLOCK_K), columns, EVEN)
+        wait(DEPENDENT)
     place, inside = m[None, :] * rows + n[:, None], (m[None, :] < tokens) & (n[:, None] < rows)
     before = tl.load(residual + place, mask=inside, other=0.0)
     scale = tl.load(gain + own).to(tl.float32)[:, None]
     part = tl.cdiv(columns, PARTS * BLOCK_K) * PARTS * BLOCK_K
-    total = product(x, row, 0, part, tokens, columns, BLOCK_N, BLOCK_K, PARTS, TOKENS, EVEN)
+    if TOKENS == 1:
+        total = of_one_row(x, row, tile, 0, part, columns, BLOCK_N, BLOCK_K, EVEN)
+    else:
+        total = of_few_rows(x, row, 0, part, tokens, columns, BLOCK_N, BLOCK_K, PARTS, TOKENS, EVEN)
     if HAS_BIAS:
         total += tl.load(bias + own).to(tl.float32)[:, None]
     kind = hidden.dtype.element_ty

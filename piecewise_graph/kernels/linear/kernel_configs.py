@@ -46,11 +46,9 @@ class KernelConfig(NamedTuple):
 # Blocks that serve any number of rows, each row alike, so that its sums have one order in all batches.
 # Source: H. He, "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025).
 INVARIANT = KernelConfig(64, 128, 1, 4, 5, tile=MAX_TOKENS)
-_ONE_ROW = [KernelConfig(1, k, 1, warps, 1) for k in (2048, 1024) for warps in (8, 4)]
-_ONE_ROW += [KernelConfig(2, k, 1, 4, 1) for k in (1024, 512)]
-_ONE_ROW += [KernelConfig(4, k, 1, warps, 1) for k, warps in ((512, 4), (1024, 8))]
-_ONE_ROW += [KernelConfig(1, 512, splits, warps, 1) for splits, warps in ((1, 4), (4, 4))]
-_ONE_ROW += [KernelConfig(4, 512, 4, 4, 1), KernelConfig(4, 2048, 1, 4, 1, ahead=16)]
+_ONE_ROW = [KernelConfig(n, k, 1, 4, 1) for k in (1024, 2048) for n in (1, 2, 4, 8)]
+_ONE_ROW += [KernelConfig(2, 512, 1, 4, 1), KernelConfig(1, 2048, 1, 8, 1)]
+_ONE_ROW += [KernelConfig(n, 512, 4, 4, 1) for n in (1, 4)]
 _FEW_ROWS = [KernelConfig(64, 128, splits, 4, s) for splits, s in ((1, 3), (1, 5), (2, 5), (4, 3), (4, 5))]
 _FEW_ROWS += [KernelConfig(128, 128, *rest) for rest in ((1, 8, 3), (1, 4, 5), (2, 4, 5))]
 _FEW_ROWS += [KernelConfig(64, 128, 1, 4, 7), KernelConfig(128, 64, 1, 4, 7)]
@@ -97,22 +95,27 @@ def usual_config(
 
 
 def _of_one_row(rows: int, columns: int, processors: int) -> KernelConfig:
-    if 8 * processors <= rows <= 16 * processors and columns >= 2048:
-        return KernelConfig(4, 2048, 1, 4, 1, ahead=16)
-    return KernelConfig(2, 2048, 1, 8, 1) if columns >= 8192 else KernelConfig(2, 1024, 1, 4, 1)
+    """A program's registers hold the first tile; the programs of few rows hold much of the weight together.
+
+    Twelve tiles of 8 KiB fit a multiprocessor, or eight of 16 KiB. Where all programs can be resident, tiles
+    have 2048 columns, and so many rows that most of the places are taken.
+    """
+    if columns < 2048 or rows > 32 * processors:
+        return KernelConfig(4, 1024, 1, 4, 1)
+    block_n = 2 if 16 * processors < rows <= 24 * processors else 4
+    return KernelConfig(block_n, 2048, 1, 4, 1)
 
 
 def before_norm(config: KernelConfig, rows: int, *, processors: int = PROCESSORS) -> KernelConfig:
     """`config`, or larger blocks, for a linear before a norm; its weight has so many rows.
 
-    Every program after the norm reads a sum of squares of each block. Where one row of x has blocks of two
-    rows of the weight, larger ones are faster (measured: a step of Llama-3-8B, 5.38 -> 5.28 ms), unless they
-    leave a tenth of the places of their rounds empty.
+    Every program after the norm reads a sum of squares of each block. Where one row of x has blocks of a few
+    rows of the weight, larger ones are faster, unless they leave a tenth of the places of their rounds empty.
     """
-    for block_n in (8, 4) if config.block_n == 2 else ():
+    for block_n in (8, 4) if config.block_n < 8 else ():
         blocks = -(-rows // block_n)
         if blocks >= max(2, _FULL_OF_MANY * -(-blocks // processors)) * processors:
-            return KernelConfig(block_n, 1024, 1, 4, 1)
+            return config._replace(block_n=block_n)
     return config
 
 

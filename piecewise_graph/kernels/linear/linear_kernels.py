@@ -19,16 +19,21 @@ scale their results. No kernel stands between them. `hidden * gain` is rounded o
 and may be larger than the norm: a dtype with the exponents of float32 holds it.
 
 Note [Weight first]
-A weight does not depend on the kernel before. Each program asks for the first lines of its rows, then waits.
+While a kernel waits for the one before, the memory idles. Where nothing writes the weight (Note [Early
+reads] in early_reads.py), a program for one row of x reads its first tile into registers, and then waits:
+so the time in between is used. Else it asks for the first lines of its rows before it waits. They come as
+far as the L2 cache, which sees what others write. So do programs for several rows: Triton loads their tiles
+of weight and x into shared memory side by side, and x has to wait.
 Weights are read once per step, so loads mark them as what leaves the caches first.
 """
 
 import triton
 import triton.language as tl
 
-from piecewise_graph.kernels.dependent import prefetch, start_dependent
+from piecewise_graph.kernels.dependent import let_dependents_start, prefetch, start_dependent, wait
 
 LINE = tl.constexpr(64)  # elements of 16 bits in a line of the cache
+WIDE = tl.constexpr(8)  # of those that a thread loads at once
 
 
 @triton.jit
@@ -79,18 +84,38 @@ def _block(
 
 
 @triton.jit
-def prefetch_and_wait(row, first, columns, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Note [Weight first]: of rows `row`, from column `first` on."""
-    if DEPENDENT:
-        k = tl.minimum(first + tl.arange(0, AHEAD) * LINE, columns - 1)
-        prefetch(row[:, None] + k[None, :])
-    start_dependent(DEPENDENT)
+def begin(row, first, columns, early, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Note [Weight first]: of rows `row`, from column `first` on; with `early`, the caller has to wait."""
+    let_dependents_start(DEPENDENT)
+    if DEPENDENT:  # noqa: SIM102 - a constant, unlike the next
+        if early == 0:
+            k = tl.minimum(first + tl.arange(0, AHEAD) * LINE, columns - 1)
+            prefetch(row[:, None] + k[None, :])
+            wait(DEPENDENT)
 
 
 @triton.jit
-def _of_one_row(
+def tile_of(row, k, columns, EVEN: tl.constexpr):
+    """Columns `k` of rows `row`."""
+    return _load(row[:, None] + k[None, :], k[None, :] < columns, EVEN)
+
+
+@triton.jit
+def _folded(x, tile, k, columns, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
+    """Products of a tile and `x[k]`, where those of one load are summed: `[BLOCK_N, BLOCK_K / WIDE]`.
+
+    Sums of single columns would take more registers than the tile itself.
+    """
+    v = tl.load(x + k) if EVEN else tl.load(x + k, mask=k < columns, other=0.0)
+    products = tile.to(tl.float32) * v.to(tl.float32)[None, :]
+    return tl.sum(tl.reshape(products, (BLOCK_N, BLOCK_K // WIDE, WIDE)), 2)
+
+
+@triton.jit
+def of_one_row(
     x,
     row,
+    tile,
     first,
     part,
     columns,
@@ -98,18 +123,17 @@ def _of_one_row(
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Products `[BLOCK_N, 1]` of `part` columns from `first` on with one row of x."""
-    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for step in range(0, part, BLOCK_K):
-        k = first + step + tl.arange(0, BLOCK_K)
-        w = _load(row[:, None] + k[None, :], k[None, :] < columns, EVEN).to(tl.float32)
-        v = tl.load(x + k) if EVEN else tl.load(x + k, mask=k < columns, other=0.0)
-        total += w * v.to(tl.float32)[None, :]
+    """Products `[BLOCK_N, 1]` of `part` columns from `first` on with one row of x; `tile`: the first ones."""
+    k = first + tl.arange(0, BLOCK_K)
+    total = _folded(x, tile, k, columns, BLOCK_N, BLOCK_K, EVEN)
+    for _ in range(BLOCK_K, part, BLOCK_K):
+        k += BLOCK_K
+        total += _folded(x, tile_of(row, k, columns, EVEN), k, columns, BLOCK_N, BLOCK_K, EVEN)
     return tl.sum(total, 1)[:, None]
 
 
 @triton.jit
-def _of_few_rows(
+def of_few_rows(
     x,
     row,
     first,
@@ -122,7 +146,7 @@ def _of_few_rows(
     TOKENS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """The same with several rows: `[BLOCK_N, TOKENS]`.
+    """The same with several rows of x: `[BLOCK_N, TOKENS]`.
 
     The weight is the left operand of the matrix product: its rows fill the longer side of a tensor core,
     tokens the shorter one. A block of few rows has several PARTS of columns in a step. Each has warps of its
@@ -148,28 +172,6 @@ def _of_few_rows(
         v = tl.load(x + m[None, None, :] * columns + k[:, :, None], mask=inside, other=0.0)
         totals = tl.dot(w, v, totals)
     return tl.sum(totals, 0)
-
-
-@triton.jit
-def product(
-    x,
-    row,
-    first,
-    part,
-    tokens,
-    columns,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Products `[BLOCK_N, TOKENS]` of `part` columns from `first` on."""
-    if TOKENS == 1:
-        total = _of_one_row(x, row, first, part, columns, BLOCK_N, BLOCK_K, EVEN)
-    else:
-        total = _of_few_rows(x, row, first, part, tokens, columns, BLOCK_N, BLOCK_K, PARTS, TOKENS, EVEN)
-    return total
 
 
 @triton.jit
@@ -206,7 +208,10 @@ def _store(
     tl.store(place, total.to(out.dtype.element_ty), mask=(m[None, :] < tokens) & (n[:, None] < rows))
 
 
-@triton.jit(do_not_specialize=["tokens", "rows0", "rows1", "rows2", "columns", "blocks", "epsilon"])
+_NUMBERS = ["early", "tokens", "rows0", "rows1", "rows2", "columns", "blocks", "epsilon"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def few_rows(
     x,
     w0,
@@ -219,6 +224,7 @@ def few_rows(
     out1,
     out2,
     squares,
+    early,
     tokens,
     rows0,
     rows1,
@@ -247,6 +253,7 @@ def few_rows(
             `[SPLITS, tokens, rows]`. All are contiguous. The grid has programs for one, two or three of the
             members.
         squares: float32 `[blocks, tokens]`; with `epsilon` they scale rows of x (Note [Deferred norm]).
+        early: not 0 = the weights may be read before the wait (Note [Weight first]).
         TOKENS: at least `tokens`, unless TILED; 1, or 16 and more.
         EVEN: blocks divide the columns.
         ALIGNED: 16 does. Otherwise each element is a load of its own.
@@ -271,13 +278,18 @@ def few_rows(
     )
     out += row_of_result * tl.cast(rows, tl.int64)
     first = split * part
-    prefetch_and_wait(row, first, columns, AHEAD, DEPENDENT)
-    if BLOCKS > 0 and TOKENS == 1:  # they come while the weight does; of more rows they are too many
-        parts = _squares_of(squares, blocks, tokens, TOKENS, BLOCKS)
-    total = product(x, row, first, part, tokens, columns, BLOCK_N, BLOCK_K, PARTS, TOKENS, EVEN)
-    if BLOCKS > 0:
-        if TOKENS > 1:
+    begin(row, first, columns, early if TOKENS == 1 else 0, AHEAD, DEPENDENT)
+    if TOKENS == 1:
+        tile = tile_of(row, first + tl.arange(0, BLOCK_K), columns, EVEN)
+        wait(DEPENDENT)
+        if BLOCKS > 0:  # they come while the weight does; of more rows they are too many
             parts = _squares_of(squares, blocks, tokens, TOKENS, BLOCKS)
+        total = of_one_row(x, row, tile, first, part, columns, BLOCK_N, BLOCK_K, EVEN)
+    else:
+        total = of_few_rows(x, row, first, part, tokens, columns, BLOCK_N, BLOCK_K, PARTS, TOKENS, EVEN)
+        if BLOCKS > 0:
+            parts = _squares_of(squares, blocks, tokens, TOKENS, BLOCKS)
+    if BLOCKS > 0:
         total *= tl.rsqrt(tl.sum(parts, 0) / columns + epsilon)[None, :]
     _store(total, bias, out, rows, start, tokens, split, BLOCK_N, TOKENS, HAS_BIAS, GATED)
 

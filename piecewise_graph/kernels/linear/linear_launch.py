@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from piecewise_graph.kernels.early_reads import may_read_early
 from piecewise_graph.kernels.launch import Launcher, Planned, dependent_launches
 from piecewise_graph.kernels.linear.kernel_configs import ALIGNMENT, KernelConfig
 
@@ -72,7 +73,8 @@ def added_few(
     squares = x.new_empty((blocks, tokens), dtype=torch.float32)
     launcher, constants = _added_variant(config, x.device, tokens, columns, bias is not None)
     given = gain if bias is None else bias.contiguous()  # gain is not read for it
-    args = (x, weight, given, residual, gain, hidden, scaled, squares, tokens, rows, columns)
+    tensors = (x, weight, given, residual, gain, hidden, scaled, squares)
+    args = (*tensors, int(may_read_early([weight])), tokens, rows, columns)
     launcher((blocks, 1, 1), args, *constants)
     return hidden, scaled, squares
 
@@ -123,8 +125,8 @@ def _launch(
     summed = len(squares) if norm else 0
     launcher, constants = _variant(config, x.device, tokens, columns, biases[0] is not None, gated, summed)
     tensors = (x, *_three(weights), *_three(given), *_three(outputs), squares)
-    sizes = (tokens, *_three(rows), columns, summed, epsilon)
-    launcher((blocks * tiles, config.splits, 1), (*tensors, *sizes), *constants)
+    numbers = (int(may_read_early(weights)), tokens, *_three(rows), columns, summed, epsilon)
+    launcher((blocks * tiles, config.splits, 1), (*tensors, *numbers), *constants)
 
 
 def compile_ahead(
@@ -144,7 +146,7 @@ def compile_ahead(
     """
     launcher, constants = _variant(config, like.device, tokens, columns, has_bias, gated, summed)
     squares = like.float() if summed else like
-    launcher.ahead((*[like] * (1 + 3 * MEMBERS), squares, *[1] * (3 + MEMBERS), 1.0), *constants)
+    launcher.ahead((*[like] * (1 + 3 * MEMBERS), squares, *[1] * (4 + MEMBERS), 1.0), *constants)
 
 
 def compile_added_ahead(
@@ -152,7 +154,7 @@ def compile_added_ahead(
 ) -> None:
     """The same for `added_few`."""
     launcher, constants = _added_variant(config, like.device, tokens, columns, has_bias)
-    launcher.ahead((*[like] * 7, like.float(), 1, 1, 1), *constants)
+    launcher.ahead((*[like] * 7, like.float(), *[1] * 4), *constants)
 
 
 def _variant(
