@@ -74,7 +74,7 @@ BUDGETS = {
     "beside": 1334,
     "ranks": 394,
     "_torch": 956,
-    "kernels": 1278,
+    "kernels": 1270,
     "splitter": 1409,
     "analysis": 1738,
     "compiler": 2265,

@@ -20,7 +20,6 @@ from piecewise_graph.compiler.choosing_linears import choosing_linears
 from piecewise_graph.compiler.deferred_norms import compile_norms_ahead, with_deferred_norms
 from piecewise_graph.eagle.head.random_models import ModelShape, random_model
 from piecewise_graph.kernels.linear import linear_launch, norm_op
-from piecewise_graph.kernels.linear.kernel_configs import before_norm, usual_config
 
 OP = torch.ops.piecewise.linear_norm_linears.default
 
@@ -106,10 +105,7 @@ class TestOp:
         dtype: torch.dtype, processors: int,
     ) -> None:  # fmt: skip
         layer = Layer(tokens, columns, rows, after[:1] * 2 if gated else after, dtype, bias)
-        with (
-            patch.object(norm_op, "multiprocessors", lambda device: processors),
-            patch.object(norm_op.linear_op, "multiprocessors", lambda device: processors),
-        ):
+        with patch.object(norm_op.linear_op, "multiprocessors", lambda device: processors):
             layer.check(gated)
 
     @pytest.mark.parametrize("tokens, outlier, channel", [(1, 1e4, 511), (17, 1e4, 0), (17, 3e-3, 300)])
@@ -250,14 +246,3 @@ def test_opcheck() -> None:
 def test_it_is_torchs_without_kernels() -> None:
     for gated in (False, True):
         Layer(3, 64, 32, [16, 16], torch.float32, True).check(gated)
-
-
-@pytest.mark.parametrize(
-    "rows, processors, blocks", [(4096, 132, 8), (2560, 132, 4), (896, 132, 4), (2048, 132, 4), (64, 2, 8)]
-)
-def test_blocks_before_a_norm_are_few(rows: int, processors: int, blocks: int) -> None:
-    """Of one row; with more, and where the device would idle, they are as usual."""
-    usual = usual_config(1, [rows], 4096, processors=processors)
-    assert usual is not None and before_norm(usual, rows, processors=processors).block_n == blocks
-    of_more = usual_config(4, [4096], 4096)
-    assert of_more is not None and before_norm(of_more, 4096) is of_more

@@ -81,7 +81,7 @@ def usual_config(
     if columns % ALIGNMENT or tokens > MANY_TOKENS:
         return None
     if tokens == 1 and min(rows) > 1 and columns >= 512:
-        return _of_one_row(sum(rows), columns, processors)
+        return _of_one_row(rows, columns, processors)
     if columns < 128 or sum(rows) < 512:
         return None
     if tokens > MAX_TOKENS:
@@ -94,29 +94,16 @@ def usual_config(
     return in_parts or KernelConfig(64, 128, 1, 4, _stages(tokens))
 
 
-def _of_one_row(rows: int, columns: int, processors: int) -> KernelConfig:
-    """A program's registers hold the first tile; the programs of few rows hold much of the weight together.
+def _of_one_row(rows: Sequence[int], columns: int, processors: int) -> KernelConfig:
+    """A program's registers hold its first tile: those of all programs together much of a small weight.
 
-    Twelve tiles of 8 KiB fit a multiprocessor, or eight of 16 KiB. Where all programs can be resident, tiles
-    have 2048 columns, and so many rows that most of the places are taken.
+    Where all programs can be resident, tiles have 2048 columns: eight of 16 KiB fit a multiprocessor. Members
+    that would leave much of these places empty have tiles of 8 KiB, twelve of which fit.
     """
-    if columns < 2048 or rows > 32 * processors:
+    if columns < 2048 or sum(rows) > 32 * processors:
         return KernelConfig(4, 1024, 1, 4, 1)
-    block_n = 2 if 16 * processors < rows <= 24 * processors else 4
-    return KernelConfig(block_n, 2048, 1, 4, 1)
-
-
-def before_norm(config: KernelConfig, rows: int, *, processors: int = PROCESSORS) -> KernelConfig:
-    """`config`, or larger blocks, for a linear before a norm; its weight has so many rows.
-
-    Every program after the norm reads a sum of squares of each block. Where one row of x has blocks of a few
-    rows of the weight, larger ones are faster, unless they leave a tenth of the places of their rounds empty.
-    """
-    for block_n in (8, 4) if config.block_n < 8 else ():
-        blocks = -(-rows // block_n)
-        if blocks >= max(2, _FULL_OF_MANY * -(-blocks // processors)) * processors:
-            return config._replace(block_n=block_n)
-    return config
+    smaller = len(rows) > 1 and 16 * processors < sum(rows) <= 24 * processors
+    return KernelConfig(2 if smaller else 4, 2048, 1, 4, 1)
 
 
 def _of_swiglu(tokens: int, rows: int, columns: int, processors: int) -> KernelConfig:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.kernels.added_norm import add_norm, planned
-from piecewise_graph.kernels.launch import multiprocessors
 from piecewise_graph.kernels.linear import linear_launch, linear_op
-from piecewise_graph.kernels.linear.kernel_configs import KernelConfig, before_norm
+from piecewise_graph.kernels.linear.kernel_configs import KernelConfig
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
 _library.define(
@@ -94,7 +93,6 @@ def _deferring(
     """Where both linears have kernels of ours for few rows of x; the weight of the first one has `rows`."""
     if like.dtype not in _DTYPES or added is None or after is None or added.tile or after.tile:
         return None
-    added = before_norm(added, rows, processors=multiprocessors(like.device))
     held = linear_launch.squares_held(added, rows, tokens)
     return _Configs(added, after) if held <= _SQUARES else None
 
