@@ -111,10 +111,10 @@ def test_phase_that_cannot_be_captured_runs_compiled(
     capture = pg.GraphPool.capture_call
     failures = 3 if failing == "all" else 1
 
-    def broken(self: Any, body: Any, *, device: Any, name: str) -> Any:
+    def broken(self: Any, body: Any, *, name: str, **rest: Any) -> Any:
         if failing in (name, "all"):
             raise error
-        return capture(self, body, device=device, name=name)
+        return capture(self, body, name=name, **rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(pg.GraphPool, "capture_call", broken)
@@ -130,6 +130,23 @@ def test_phase_that_cannot_be_captured_runs_compiled(
     pg.reset()
     assert speculator.generate(prompts, graphs="full", **asked) == expected
     assert speculator.failed_captures == ()
+
+
+def test_phases_say_that_they_write_no_weight(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernels may read weights before the kernels in front of them are done."""
+    target = build_target(device)
+    draft, told, capture = build_draft(target), dict[str, set[int]](), pg.GraphPool.capture_call
+    speculator = Speculator(target, draft, shapes=[CHAIN], max_requests=2, max_seq_len=48, **EAGER)
+
+    def noted(self: Any, body: Any, *, name: str, unwritten: Any, **rest: Any) -> Any:
+        given = list(unwritten)
+        told[name] = {tensor.data_ptr() for tensor in given}
+        return capture(self, body, name=name, unwritten=given, **rest)
+
+    monkeypatch.setattr(pg.GraphPool, "capture_call", noted)
+    speculator.generate(PROMPTS[:2], graphs="full", max_new_tokens=6)
+    weights = {weight.data_ptr() for model in (target, draft) for weight in model.parameters()}
+    assert told == dict.fromkeys(("draft", "verify", "draft-extend"), weights)
 
 
 def test_tape_that_cannot_be_captured_runs_compiled(
