@@ -41,8 +41,8 @@ _PARTS = ("q k v", "o", "gate up", "down")
 _WEIGHTS = 2**30  # bytes of all layers at least: many times what the cache holds
 _FASTER = 1.03  # the usual blocks over the best ones, one launch changed
 _LIBRARY = "cuBLAS"
-# Rows of a block, columns of a step, warps.
-_ONE_ROW = ((2, 1024), (4, 1024), (8, 1024), (2, 2048), (4, 2048), (8, 2048))  # rows, columns
+# Rows of a block, columns of a step.
+_ONE_ROW = ((2, 1024), (4, 1024), (8, 1024), (2, 2048), (4, 2048), (8, 2048))
 
 
 def _decoder(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int = 0) -> dict[str, int]:
@@ -151,10 +151,8 @@ def named(config: KernelConfig | None) -> str:
 def captured(x: Tensor, weights: list[Layer], configs: Configs) -> Callable[[], None]:
     step(x, weights, configs)  # loads the kernels
     torch.cuda.synchronize()
-    graph, read = (
-        torch.cuda.CUDAGraph(),
-        [each for layer in weights for part in layer.values() for each in part],
-    )
+    graph = torch.cuda.CUDAGraph()
+    read = [weight for layer in weights for part in layer.values() for weight in part]
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()), unwritten(read):
         step(x, weights, configs)
     return graph.replay

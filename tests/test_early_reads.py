@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import piecewise_graph as pg
+from piecewise_graph.kernels import early_reads
 from piecewise_graph.kernels.early_reads import may_read_early, unwritten
 
 ROWS, COLUMNS = 1024, 4096
+CHANGES = ["written", "written as another", "written as another storage", "written by an op"]
 seen: list[bool] = []
 
 
@@ -37,6 +39,15 @@ split.register_fake(torch.empty_like)
 load.register_fake(lambda x, weight: torch.empty_like(x))
 
 
+def _writing(x: Tensor, weight: Tensor) -> Tensor:
+    weight.mul_(1)
+    return x + 1
+
+
+def _reading(x: Tensor, weight: Tensor) -> Tensor:
+    return x - 1
+
+
 class Model(nn.Module):
     """A product on each side of a splitting op; `change` tells what happens to its weight before."""
 
@@ -45,6 +56,7 @@ class Model(nn.Module):
         self.change = change
         self.register_buffer("weight", torch.ones(8, 8, device=device))
         self.register_buffer("alias", self.weight[:2])
+        self.register_buffer("same_memory", torch.from_dlpack(self.weight[1:]))
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -54,6 +66,10 @@ class Model(nn.Module):
             weight.mul_(1)
         elif self.change == "written as another":
             self.alias.mul_(1)
+        elif self.change == "written as another storage":
+            self.same_memory.mul_(1)
+        elif self.change == "written in a branch":
+            x = torch.cond(x.shape[0] > 3, _writing, _reading, (x, weight))
         x = product(x, weight)
         x = load(x, self.weight) if self.change == "written by an op" else split(x)
         return product(x, weight)
@@ -67,7 +83,7 @@ for name in ("early_reads::split", "early_reads::load"):
 def capturing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where stand-ins are made of what runs, whatever runs is captured."""
     if device.type == "cpu":
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(early_reads, "_is_capturing", lambda: True)
 
 
 def while_captured(change: str, full: bool, device: torch.device) -> list[bool]:
@@ -93,40 +109,83 @@ def test_weights_that_nothing_writes_are_read_early(full: bool, device: torch.de
 
 @pytest.mark.usefixtures("capturing")
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("change", ["computed", "written", "written as another", "written by an op"])
+@pytest.mark.parametrize("change", [*CHANGES, "computed"])
 def test_others_are_not(change: str, full: bool, device: torch.device) -> None:
     assert while_captured(change, full, device) == [False, False]
 
 
 def test_nothing_is_read_early_outside_of_a_capture(device: torch.device) -> None:
-    model = Model("none", device)
-    seen.clear()
-    with torch.no_grad():
-        pg.compile(model, compiler="eager", cuda_graphs="off", token_dim={"x": 0})(
-            torch.ones(4, 8, device=device)
-        )
-    assert seen and not any(seen)
+    weight = torch.ones(8, 8, device=device)
+    with unwritten([weight]):
+        assert not may_read_early([weight])
 
 
 @pytest.mark.usefixtures("capturing")
 def test_a_captured_callable_says_what_it_does_not_write(device: torch.device) -> None:
     x, weight, other = (torch.ones(8, 8, device=device) for _ in range(3))
-    seen.clear()
-    for told in ((), [weight], [weight[2:], other]):
-        pg.GraphPool().capture_call(lambda: product(x, weight), device=device, unwritten=told)
-        assert seen[-1] == bool(told)
-    with unwritten([weight, x], but=[weight[:1]]):
-        pg.GraphPool().capture_call(lambda: product(x, weight), device=device)
-        assert not seen[-1]
+
+    def told(*named: Tensor) -> bool:
+        pg.GraphPool().capture_call(lambda: product(x, weight), device=device, unwritten=named)
+        return seen[-1]
+
+    assert told(weight) and told(weight[2:], other) and not told() and not told(other)
+    with unwritten([weight]):
+        assert not told()  # whoever captures it does not know what it writes
 
 
 @pytest.mark.usefixtures("capturing")
-def test_a_call_captured_in_place_does_too(device: torch.device) -> None:
-    for change, expected in (("none", True), ("written by an op", False)):
-        compiled = pg.compile(Model(change, device), compiler="eager", token_dim={"x": 0})
-        with torch.no_grad():
-            pg.capture_in_place(compiled, torch.ones(4, 8, device=device))
-        assert seen[-2:] == [expected] * 2
+def test_all_of_a_kernels_weights_have_to_be_unwritten(device: torch.device) -> None:
+    one, two, empty = (torch.ones(n, 8, device=device) for n in (8, 8, 0))
+
+    def told(*weights: Tensor) -> tuple[bool, bool]:
+        """What a kernel that reads them is told where both are unwritten, and where the first one is."""
+        found = list[bool]()
+
+        def captured(*given: Tensor) -> bool:
+            pg.GraphPool().capture_call(
+                lambda: found.append(may_read_early(weights)), device=device, unwritten=given
+            )
+            return found[-1]
+
+        return captured(one, two, empty), captured(one, empty)
+
+    assert told(one) == (True, True) and told(one, two) == (True, False) == told(two)
+    assert told(empty) == (False, False) == told(one, empty)  # there is nothing to read
+
+
+@pytest.mark.usefixtures("capturing")
+def test_what_was_said_ends_with_the_capture(device: torch.device) -> None:
+    weight = torch.ones(8, 8, device=device)
+    with pytest.raises(RuntimeError, match="broken"), unwritten([weight]):
+        raise RuntimeError("broken")
+    pg.GraphPool().capture_call(lambda: product(weight, weight), device=device)
+    assert not seen[-1]
+
+
+@pytest.mark.usefixtures("capturing")
+@pytest.mark.parametrize("change", ["none", *CHANGES, "written in a branch"])
+def test_a_call_captured_in_place_says_it_too(change: str, device: torch.device) -> None:
+    compiled = pg.compile(Model(change, device), compiler="eager", token_dim={"x": 0})
+    with torch.no_grad():
+        pg.capture_in_place(compiled, torch.ones(4, 8, device=device))
+    assert seen[-2:] == [change == "none"] * 2
+
+
+@pytest.mark.usefixtures("capturing")
+def test_an_argument_may_lie_in_a_weight(device: torch.device) -> None:
+    """Of a call captured in place, which writes it where it is."""
+
+    class Writing(Model):
+        def forward(self, x: Tensor, scratch: Tensor) -> Tensor:  # type: ignore[override]
+            scratch.mul_(1)
+            return product(x, self.weight)
+
+    model, x = Writing("none", device), torch.ones(4, 8, device=device)
+    compiled = pg.compile(model, compiler="eager", token_dim={"x": 0})
+    with torch.no_grad():
+        for scratch, expected in ((torch.ones(2, 8, device=device), True), (model.weight[:2], False)):
+            pg.capture_in_place(compiled, x, scratch)
+            assert seen[-1] == expected
 
 
 @pytest.mark.gpu

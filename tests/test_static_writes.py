@@ -257,3 +257,34 @@ def test_a_tensor_that_nobody_marked_stays_compiled(device: torch.device) -> Non
     mine = torch.zeros(LENGTH, WIDTH, device=device), torch.zeros((), dtype=torch.int64, device=device)
     with pg.counters.expect(replays=0, tapes=0, **{"fallbacks:writes_an_input": 3}):
         check(fast, model, (4, 4, 4), mine, static_cache(device))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_branch_that_writes_an_argument_writes_the_callers(depth: int, device: torch.device) -> None:
+    """Of `torch.cond`, also inside of another: no replay would, so there is none."""
+
+    def writing(x: Tensor) -> Tensor:
+        x.mul_(2)
+        return x + 1
+
+    def outer(x: Tensor) -> Tensor:
+        return torch.cond(x.shape[0] > 2, writing, lambda x: x - 1, (x,))
+
+    branch = writing if depth == 1 else outer
+    model = compiled(lambda x: ops.mix(torch.cond(x.shape[0] > 3, branch, lambda x: x - 1, (x,))))
+    for value in (1.0, 2.0, 3.0):
+        x = torch.full((4, WIDTH), value, device=device)
+        model(x)
+        assert (x == 2 * value).all()
+
+
+def test_a_branch_that_writes_what_it_made_is_replayed(device: torch.device) -> None:
+    def writing(x: Tensor) -> Tensor:
+        return (x + 1).mul_(2)
+
+    model = compiled(lambda x: ops.mix(torch.cond(x.shape[0] > 3, writing, lambda x: x - 1, (x,))))
+    with pg.counters.expect(replays=2):
+        for value in (1.0, 2.0, 3.0):
+            x = torch.full((4, WIDTH), value, device=device)
+            torch.testing.assert_close(model(x), ops.mix(2 * (x + 1)))
+            assert (x == value).all()

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from piecewise_graph import _torch
 from piecewise_graph.analysis.op_call import arguments_of
+from piecewise_graph.splitter.splitting_ops import written_operands
 
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_", "aten::copy"})
 _GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
@@ -138,10 +139,12 @@ class Observations:
                     self.alive.append(tensor)
 
     def _note_graphs(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An op that runs graphs computes; one whose name says that it mutates writes what it is given."""
+        """An op that runs graphs computes; if one of them writes what it is given, that may be any tensor."""
         self.computes = True
-        if "mutation" in str(op):
-            for tensor in filter(lambda leaf: isinstance(leaf, Tensor), _torch.flatten((args, kwargs))[0]):
+        leaves = _torch.flatten((args, kwargs))[0]
+        graphs = (leaf for leaf in leaves if isinstance(leaf, GraphModule))
+        if "mutation" in str(op) or any(map(_writes_what_it_is_given, graphs)):
+            for tensor in filter(lambda leaf: isinstance(leaf, Tensor), leaves):
                 self.written.add(_torch.storage_id(tensor))
                 self.alive.append(tensor)
 
@@ -163,6 +166,18 @@ class Observations:
             size_is_a_number=self.numbers,
             uninitialised=frozenset(i for i, s in enumerate(out_ids) if s in self.allocated - self.written),
         )
+
+
+def _writes_what_it_is_given(graph: GraphModule) -> bool:
+    """A graph of Dynamo's, a branch of torch.cond for instance, or one inside of it."""
+    for part in (module for module in graph.modules() if isinstance(module, GraphModule)):
+        given = (_torch.example_value(node) for node in part.graph.find_nodes(op="placeholder"))
+        storages = {_torch.storage_id(value) for value in given if isinstance(value, Tensor)}
+        for operand in (operand for node in part.graph.nodes for operand in written_operands(node)):
+            value = _torch.example_value(operand)
+            if not isinstance(value, Tensor) or _torch.storage_id(value) in storages:
+                return True
+    return False
 
 
 def _is_strided_write(written: Tensor, outputs: Sequence[Tensor]) -> bool:

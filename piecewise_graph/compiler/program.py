@@ -109,13 +109,17 @@ class Program:
         }
         return tuple(i for i, x in enumerate(split.inputs) if x.bound and split.storages[i] in storages)
 
-    def read_and_written(self, args: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """A call's arguments at fixed addresses: those that are only read, and those in written storages."""
-        written = {self.split.storages[slot] for slot in written_slots(self.split, self.compiled)}
-        read, changed = list[Tensor](), list[Tensor]()
-        for index, tensor in self.bound_arguments(args):
-            (changed if self.split.storages[index] in written else read).append(tensor)
-        return read, changed
+    def written_arguments(self, args: Sequence[Any]) -> list[Tensor]:
+        """Tensors among a call's arguments, merged weights and constants whose storages its steps write."""
+        if not self._written_storages:
+            return []
+        values = [*args, *(given.constant for given in self.split.inputs[len(args) :])]
+        places = zip(values, self.split.storages, strict=False)  # results of steps follow
+        return [x for x, storage in places if isinstance(x, Tensor) and storage in self._written_storages]
+
+    @cached_property
+    def _written_storages(self) -> frozenset[int | None]:
+        return frozenset(self.split.storages[slot] for slot in written_slots(self.split, self.compiled))
 
     @property
     def has_effects(self) -> bool:

@@ -14,7 +14,6 @@ from piecewise_graph.context import ForwardContext, get_forward_context, in_plac
 from piecewise_graph.errors import CaptureError
 from piecewise_graph.frontend.frozen_trace import Observed, observe
 from piecewise_graph.frontend.state_lookup import state_of
-from piecewise_graph.kernels.early_reads import unwritten
 from piecewise_graph.recorder.mode import FULL
 from piecewise_graph.runtime.captured_context import CapturedContext, check_tokens
 from piecewise_graph.runtime.model_state import ModelState
@@ -76,9 +75,10 @@ class InPlaceGraph:
         self._leaves, self._structure = list[Any](), None
         self._is_captured, self._look_inside = False, True
         name = "the call captured in place"
-        read, written = program.read_and_written(program.with_merged(seen.args))
-        with unwritten(read, but=written):
-            self._graph = runtime.pool.capture_call(self._run, device=program.device, name=name)
+        weights = [x for _, x in program.bound_arguments(program.with_merged(seen.args))]
+        self._graph = runtime.pool.capture_call(
+            self._run, device=program.device, name=name, unwritten=weights
+        )
         self._is_captured = True
         counters.add("captures")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from piecewise_graph.compiler.program import in_layout, run_steps
 from piecewise_graph.context import ForwardContext
+from piecewise_graph.kernels.early_reads import written
 from piecewise_graph.recorder.rehearse import live_rows, pads, rehearse, run_padded
 from piecewise_graph.recorder.workspace import Workspace
 from piecewise_graph.runtime.captured_context import check_tokens
@@ -71,7 +72,8 @@ class WithoutGraphs:
                 return live_rows(workspace, padded, laid_out, num_tokens)
         if bucket is not None and reason == "not_captured" and not self.rehearsals.done:
             return self._rehearsal(laid_out, num_tokens, bucket)
-        return run_steps(program, laid_out, sizes)
+        with written(program.written_arguments(laid_out)):
+            return run_steps(program, laid_out, sizes)
 
     def _rehearsal(self, laid_out: Sequence[Any], num_tokens: int, bucket: int) -> list[Any]:
         """The first forward of a trace that pg.capture will capture: the capture need not run one."""

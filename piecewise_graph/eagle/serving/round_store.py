@@ -143,10 +143,8 @@ class RoundStore:
         bodies: dict[str, Callable[[str], None]] = {"draft": phases.draft, "verify": phases.verify}
         if shape.steps:
             bodies["extend"] = phases.extend
-        modes, given = (
-            dict(graphs),
-            (self.resources.pool, self.resources.ranks, self.resources.weights.parameters),
-        )
+        modes, found = dict(graphs), self.resources
+        given = found.pool, found.ranks, found.weights.parameters
         runners = [PhaseRunner(name, body, modes[name], *given) for name, body in bodies.items()]
         return Round(phases, runners, self.prefill)
 

@@ -10,7 +10,6 @@ MANY_TOKENS = 128  # rows of x that a launch for several weights serves
 ALIGNMENT = 16  # columns; of a multiple of them the kernels load 16 bytes at a time
 PROCESSORS = 132  # of an H100 or H200
 _FULL = 0.8  # of the places of all rounds; between 0.75 and 0.82 of those measured
-_FULL_OF_MANY = 0.9  # the same, for small blocks that share multiprocessors
 SHARED_MEMORY = 172032  # bytes that the blocks of `usual_config` take at most; Hopper has 232448
 
 
@@ -24,7 +23,8 @@ class KernelConfig(NamedTuple):
         warps: of 32 threads, per program.
         stages: loads in flight, of the kernel for several tokens.
         parts: of a step's columns, each for warps of its own; of the kernel for several tokens.
-        ahead: lines of each row that are asked for before the kernel waits for the one before; a power of 2.
+        ahead: lines of each row that are asked for before the kernel waits for the one before, where it does
+            not read a whole tile; a power of 2.
         tile: rows of x per program; 0 = all of them.
     """
 
@@ -97,8 +97,8 @@ def usual_config(
 def _of_one_row(rows: Sequence[int], columns: int, processors: int) -> KernelConfig:
     """A program's registers hold its first tile: those of all programs together much of a small weight.
 
-    Where all programs can be resident, tiles have 2048 columns: eight of 16 KiB fit a multiprocessor. Members
-    that would leave much of these places empty have tiles of 8 KiB, twelve of which fit.
+    Where all programs can be resident, tiles have 2048 columns: eight of 16 KiB fit a multiprocessor, or
+    twelve of 8 KiB, which members of 16 to 24 rows per multiprocessor fill better.
     """
     if columns < 2048 or sum(rows) > 32 * processors:
         return KernelConfig(4, 1024, 1, 4, 1)
