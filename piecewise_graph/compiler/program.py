@@ -109,7 +109,7 @@ class Program:
         }
         return tuple(i for i, x in enumerate(split.inputs) if x.bound and split.storages[i] in storages)
 
-    def written_arguments(self, args: Sequence[Any]) -> list[Tensor]:
+    def written_tensors(self, args: Sequence[Any]) -> list[Tensor]:
         """Tensors among a call's arguments, merged weights and constants whose storages its steps write."""
         if not self._written_storages:
             return []

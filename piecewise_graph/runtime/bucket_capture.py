@@ -87,7 +87,7 @@ def capture_bucket(
     program = workspace.program
     measured = _Measured(workspace.pool, tapes, planned)
     weights = (tensor for _, tensor in program.bound_arguments(args))
-    with workspace.pool.session(), unwritten(weights, but=program.written_arguments(args)):
+    with workspace.pool.session(), unwritten(weights, but=program.written_tensors(args)):
         if rehearsed and not (padded or tapes.mode.one_graph) and is_rehearsed(workspace, bucket):
             tape = _recorded_unrehearsed(workspace, tapes, args, num_tokens, bucket)
             made_on_all = program.ranks.all(f"capture {bucket} tokens without a rehearsal", tape is not None)

@@ -72,7 +72,7 @@ class WithoutGraphs:
                 return live_rows(workspace, padded, laid_out, num_tokens)
         if bucket is not None and reason == "not_captured" and not self.rehearsals.done:
             return self._rehearsal(laid_out, num_tokens, bucket)
-        with written(program.written_arguments(laid_out)):
+        with written(program.written_tensors(laid_out)):
             return run_steps(program, laid_out, sizes)
 
     def _rehearsal(self, laid_out: Sequence[Any], num_tokens: int, bucket: int) -> list[Any]:

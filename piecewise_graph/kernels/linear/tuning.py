@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from piecewise_graph.kernels.early_reads import unwritten
 from piecewise_graph.kernels.linear.kernel_configs import candidates
 from piecewise_graph.kernels.linear.linear_op import DTYPES, linear_few
 
 _CALLS = 12
 
 Linear = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
-# (call, turns) -> microseconds that one call takes on the device, in a graph that makes it `turns` times.
-TimeCall = Callable[[Callable[[], Any], int], float]
+# (call, turns, weights) -> microseconds of one call on the device, in a graph that makes it `turns` times.
+TimeCall = Callable[[Callable[[], Any], int, Sequence[Tensor]], float]
 
 
 def fastest(
@@ -49,8 +48,7 @@ def fastest(
 
     def time(linear: Linear) -> float:
         try:
-            with unwritten(weights):  # as a model's are
-                took = time_call(lambda: [linear(x, copy, bias) for copy in weights], turns)
+            took = time_call(lambda: [linear(x, copy, bias) for copy in weights], turns, weights)
         except OutOfResources:
             return float("inf")
         return took / len(weights)
