@@ -101,12 +101,7 @@ class Program:
     def static_writes(self) -> tuple[int, ...]:
         """Indices of the arguments at fixed addresses that its segments write."""
         split = self.split
-        storages = {
-            split.storages[item.slot]
-            for step in split.segments
-            for index in self.compiled[step.index].facts.written
-            if isinstance(item := step.inputs[index], Ref)
-        }
+        storages = {split.storages[slot] for slot in _written_by_segments(split, self.compiled)}
         return tuple(i for i, x in enumerate(split.inputs) if x.bound and split.storages[i] in storages)
 
     def written_tensors(self, args: Sequence[Any]) -> list[Tensor]:
@@ -162,12 +157,6 @@ class Program:
 
 def written_slots(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> list[int]:
     """What segments and ops write."""
-    by_segments = [
-        item.slot
-        for step in graph.segments
-        for index in segments[step.index].facts.written
-        if isinstance(item := step.inputs[index], Ref)
-    ]
     by_ops = [
         slot
         for call in graph.op_calls
@@ -175,7 +164,16 @@ def written_slots(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) ->
         if name in written_arguments(call.target)
         for slot in references(value)
     ]
-    return [*by_ops, *by_segments]
+    return [*by_ops, *_written_by_segments(graph, segments)]
+
+
+def _written_by_segments(graph: SplitGraph, segments: Mapping[int, CompiledSegment]) -> list[int]:
+    return [
+        item.slot
+        for step in graph.segments
+        for index in segments[step.index].facts.written
+        if isinstance(item := step.inputs[index], Ref)
+    ]
 
 
 def in_layout(program: Program, args: Sequence[Any], sizes: Sizes) -> Sequence[Any]:
