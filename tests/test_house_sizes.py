@@ -77,7 +77,7 @@ BUDGETS = {
     "kernels": 1285,
     "splitter": 1409,
     "analysis": 1750,
-    "compiler": 2271,
+    "compiler": 2267,
     "recorder": 1183,
     "runtime": 1442,
     "inspection": 1002,
