@@ -10,7 +10,7 @@ import piecewise_graph as pg
 from piecewise_graph.kernels import early_reads
 from piecewise_graph.kernels.early_reads import may_read_early, unwritten
 
-ROWS, COLUMNS = 1024, 4096
+COLUMNS = 4096  # of a weight that our kernels serve, and its rows
 CHANGES = ["written", "written as another", "written as another storage", "written by an op"]
 seen: list[bool] = []
 

@@ -64,7 +64,7 @@ def _knowing(spans: frozenset[_Span]) -> Iterator[None]:
 
 
 def _apart(spans: frozenset[_Span], others: Iterable[Tensor]) -> frozenset[_Span]:
-    taken = _spans(others)
+    taken = _spans(others) if spans else frozenset()  # nothing is known where nobody captures
     return frozenset(
         (begin, end) for begin, end in spans if not any(begin < last and first < end for first, last in taken)
     )
