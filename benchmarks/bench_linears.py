@@ -35,7 +35,14 @@ from benchmarks.llama import SHAPES
 from piecewise_graph.kernels.early_reads import unwritten
 from piecewise_graph.kernels.launch import multiprocessors
 from piecewise_graph.kernels.linear import MAX_TOKENS, linear_launch
-from piecewise_graph.kernels.linear.kernel_configs import SHARED_MEMORY, KernelConfig, usual_config
+from piecewise_graph.kernels.linear.kernel_configs import (
+    RING_TOKENS,
+    SHARED_MEMORY,
+    UNALIGNED,
+    KernelConfig,
+    rings_of,
+    usual_config,
+)
 
 _PARTS = ("q k v", "o", "gate up", "down")
 _WEIGHTS = 2**30  # bytes of all layers at least: many times what the cache holds
@@ -93,19 +100,25 @@ def layers(config: Mapping[str, Any]) -> list[Layer]:
     ]
 
 
-def usual(layer: Layer, tokens: int, processors: int) -> dict[str, KernelConfig | None]:
+def usual(layer: Layer, tokens: int, processors: int, rings: bool) -> dict[str, KernelConfig | None]:
     found = {}
     for part in _PARTS:
         rows, columns = [len(weight) for weight in layer[part]], layer[part][0].shape[1]
-        found[part] = usual_config(tokens, rows, columns, gated=part == "gate up", processors=processors)
+        found[part] = usual_config(
+            tokens, rows, columns, gated=part == "gate up", processors=processors, rings=rings
+        )
     return found
 
 
-def others(tokens: int) -> Iterator[KernelConfig | None]:
+def others(tokens: int, rings: bool) -> Iterator[KernelConfig | None]:
     """Blocks that are tried in the place of the usual ones; None is cuBLAS."""
     yield None
     if tokens == 1:
         yield from (KernelConfig(*block, 1, 4, 1) for block in _ONE_ROW)
+        return
+    if rings and tokens <= RING_TOKENS:
+        yield from rings_of(tokens)
+        yield UNALIGNED
         return
     forms = [KernelConfig(64, 128, 1, 4, 0), KernelConfig(128, 64, 1, 4, 0)]
     if tokens > MAX_TOKENS:
@@ -167,8 +180,10 @@ def compile_ahead(weights: Layer, tokens: int, given: list[KernelConfig | None])
 
 def bench(name: str, tokens: int, weights: list[Layer], rounds: int) -> list[dict[str, Any]]:
     """One row per launch and its blocks; the first one has the usual blocks everywhere."""
-    known = usual(weights[0], tokens, multiprocessors(torch.device("cuda")))
-    tried = list(others(tokens))
+    device = weights[0]["o"][0].device
+    rings = linear_launch.has_rings(device)
+    known = usual(weights[0], tokens, multiprocessors(device), rings)
+    tried = list(others(tokens, rings))
     compile_ahead(weights[0], tokens, [*known.values(), *tried])
     x = torch.randn(tokens, weights[0]["down"][0].shape[0], device="cuda", dtype=torch.bfloat16)
     choices = {("all", "usual"): known}

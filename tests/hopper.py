@@ -25,9 +25,19 @@ def compiled(kernel: Any, types: Sequence[str], constants: Sequence[Any], **opti
     constexprs = dict(zip(kernel.arg_names[len(types) :], constants, strict=True))
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind[0] == "*"}
     signature = dict(zip(kernel.arg_names, [*types, *["constexpr"] * len(constants)], strict=True))
-    source = triton.compiler.ASTSource(kernel, signature, constexprs=constexprs, attrs=aligned)
+    source = _source_of(kernel)(kernel, signature, constexprs=constexprs, attrs=aligned)
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     return triton.compile(source, target=target, options={"launch_pdl": True, **options})
+
+
+def _source_of(kernel: Any) -> Any:
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    import triton
+
+    return triton.compiler.ASTSource
 
 
 def sass(made: Any) -> str:

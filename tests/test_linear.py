@@ -53,6 +53,7 @@ PLANS = st.builds(
     stages=st.sampled_from([1, 3]),
     parts=st.sampled_from([1, 2]),
     tile=st.sampled_from([0, 16, 64]),
+    ring=st.just(0),
 )
 
 

@@ -33,9 +33,10 @@ TOKENS = st.integers(0, MAX_TOKENS) | st.integers(MAX_TOKENS + 1, 130)  # rows o
 
 # Rows of x, gated or not, rows of the weights, columns, multiprocessors, and blocks: each rule has a case.
 RULES = [
-    (1, False, (64,), 2032, 5, "4 1024 1 4 1 1 4 0"), (1, True, (32, 32), 2064, 5, "4 2048 1 4 1 1 4 0"),
+    (1, False, (64,), 2032, 5, "4 1024 1 4 1 1 4 0"), (1, True, (32, 32), 2064, 5, "2 2048 1 4 1 1 4 0"),
     (1, True, (32, 32), 2064, 3, "2 2048 1 4 1 1 4 0"), (1, True, (32, 32), 2064, 1, "4 1024 1 4 1 1 4 0"),
-    (1, False, (64,), 2064, 3, "4 2048 1 4 1 1 4 0"), (1, False, (64,), 2064, 1, "4 1024 1 4 1 1 4 0"),
+    (1, False, (64,), 4096, 3, "2 2048 1 4 1 1 4 0"), (1, False, (64,), 4112, 3, "4 2048 1 4 1 1 4 0"),
+    (1, False, (65,), 2064, 1, "2 1024 1 4 1 1 4 0"), (1, False, (65,), 2032, 1, "4 1024 1 4 1 1 4 0"),
     (1, False, (32, 33), 2064, 2, "4 1024 1 4 1 1 4 0"), (1, False, (32, 32), 2064, 2, "4 2048 1 4 1 1 4 0"),
     (4, False, (512,), 528, 15, "64 128 1 4 7 1 4 0"),
     (4, False, (512,), 528, 16, "32 128 1 4 7 2 16 0"), (4, False, (512,), 528, 22, "16 128 1 4 4 4 16 0"),
@@ -106,7 +107,7 @@ class TestChoosing:
         self, tokens: int, gated: bool, rows: tuple[int, ...], columns: int, processors: int, blocks: str
     ) -> None:
         config = usual_config(tokens, rows, columns, gated=gated, processors=processors)
-        assert config is not None and config.name == blocks
+        assert config is not None and config.name == f"{blocks} 0"  # no ring
         made = [operands(tokens, n, columns, DTYPES[1], seed) for seed, n in enumerate(rows)]
         x, weights, biases = made[0][0], [w for _, w, _ in made], [bias for *_, bias in made]
         pairs = zip(weights, biases, strict=True)

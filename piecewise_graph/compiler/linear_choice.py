@@ -28,7 +28,7 @@ from piecewise_graph.kernels.linear import tuning
 from piecewise_graph.kernels.linear.kernel_configs import is_config
 
 LIBRARY, GENERATED = "library", "generated"
-_FORMAT = 3
+_FORMAT = 4
 _measured: dict[str, Times] = {}
 
 Times = Mapping[str, float]

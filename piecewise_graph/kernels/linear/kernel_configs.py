@@ -10,7 +10,10 @@ MANY_TOKENS = 128  # rows of x that a launch for several weights serves
 ALIGNMENT = 16  # columns; of a multiple of them the kernels load 16 bytes at a time
 PROCESSORS = 132  # of an H100 or H200
 _FULL = 0.8  # of the places of all rounds; between 0.75 and 0.82 of those measured
-SHARED_MEMORY = 172032  # bytes that the blocks of `usual_config` take at most; Hopper has 232448
+SHARED_MEMORY = 172032  # bytes that blocks without a ring take at most; Hopper has 232448
+RING_TOKENS = 32  # rows of x that kernels with rings serve
+_ALONE, _HALF, _THIRD = 227 << 10, 113 << 10, 75 << 10  # bytes of a multiprocessor for a program's rings
+_STAGES = 10  # of a ring at most: the loop is unrolled by them
 
 
 class KernelConfig(NamedTuple):
@@ -26,6 +29,7 @@ class KernelConfig(NamedTuple):
         ahead: lines of each row that are asked for before the kernel waits for the one before, where it does
             not read a whole tile; a power of 2.
         tile: rows of x per program; 0 = all of them.
+        ring: 1 = of the kernel whose tiles begin to come before it waits (Note [Rings] in rings.py).
     """
 
     block_n: int
@@ -36,6 +40,7 @@ class KernelConfig(NamedTuple):
     parts: int = 1
     ahead: int = 4
     tile: int = 0
+    ring: int = 0
 
     @property
     def name(self) -> str:
@@ -46,6 +51,7 @@ class KernelConfig(NamedTuple):
 # Blocks that serve any number of rows, each row alike, so that its sums have one order in all batches.
 # Source: H. He, "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025).
 INVARIANT = KernelConfig(64, 128, 1, 4, 5, tile=MAX_TOKENS)
+UNALIGNED = KernelConfig(64, 128, 1, 4, 7)  # for 2 to 32 rows of x, in the place of blocks with rings
 _ONE_ROW = [KernelConfig(n, k, 1, 4, 1) for k in (1024, 2048) for n in (1, 2, 4, 8)]
 _ONE_ROW += [KernelConfig(2, 512, 1, 4, 1), KernelConfig(1, 2048, 1, 8, 1)]
 _ONE_ROW += [KernelConfig(n, 512, 4, 4, 1) for n in (1, 4)]
@@ -55,17 +61,47 @@ _FEW_ROWS += [KernelConfig(64, 128, 1, 4, 7), KernelConfig(128, 64, 1, 4, 7)]
 _FEW_ROWS += [KernelConfig(16, 128, 1, 4, s, parts=4, ahead=16) for s in (4, 5)]
 _FEW_ROWS += [KernelConfig(16, 128, 1, 4, 4, parts=4)]
 _FEW_ROWS += [KernelConfig(32, 128, 1, 4, 7, parts=2, ahead=16)]
+_RINGS = ((16, 64, 4), (16, 128, 4), (32, 64, 4), (32, 128, 4), (64, 128, 1))  # rows, columns, parts
 
 
-def candidates(tokens: int, rows: int, columns: int) -> list[KernelConfig]:
-    """Configurations that can serve `x [tokens, columns]` and `weight [rows, columns]`, likely ones only."""
+def candidates(tokens: int, rows: int, columns: int, *, rings: bool = False) -> list[KernelConfig]:
+    """Configurations that can serve `x [tokens, columns]` and `weight [rows, columns]`, likely ones only.
+
+    Args:
+        rings: kernels with rings can be launched.
+    """
     known = _ONE_ROW if tokens == 1 else _FEW_ROWS if tokens <= MAX_TOKENS else []
+    if rings and 1 < tokens <= RING_TOKENS and columns % ALIGNMENT == 0:
+        known = [*known, *rings_of(tokens)]
     fitting = (c for c in known if c.block_k * c.parts * c.splits <= columns and c.block_n <= rows)
     return [c for c in fitting if c.splits == 1 or rows // c.block_n * c.splits <= 16384]
 
 
+def rings_of(tokens: int) -> list[KernelConfig]:
+    """Blocks with rings, of which one, two or three fit a multiprocessor of Hopper."""
+    made = [_ring(tokens, *block, room=room) for block in _RINGS for room in (_ALONE, _HALF, _THIRD)]
+    return [config for config in made if config.stages > 2]
+
+
+def ring_rows(tokens: int) -> int:
+    """Rows of x that a kernel with rings computes for so many."""
+    return max(8, 1 << (tokens - 1).bit_length())
+
+
+def _ring(tokens: int, block_n: int, block_k: int, parts: int, *, room: int) -> KernelConfig:
+    """With as many stages as there is room for."""
+    stage = (block_n + ring_rows(tokens)) * block_k * parts * 2
+    return KernelConfig(block_n, block_k, 1, 4, min(room // stage, _STAGES), parts, ring=1)
+
+
 def usual_config(
-    tokens: int, rows: Sequence[int], columns: int, *, gated: bool = False, processors: int = PROCESSORS
+    tokens: int,
+    rows: Sequence[int],
+    columns: int,
+    *,
+    gated: bool = False,
+    processors: int = PROCESSORS,
+    rings: bool = False,
 ) -> KernelConfig | None:
     """What is fastest for weights `[rows[i], columns]`, as measured on Hopper; None: the library's kernel.
 
@@ -77,6 +113,7 @@ def usual_config(
     Args:
         gated: the weights are those of a SwiGLU.
         processors: multiprocessors of the device. With other counts the rules are not measured.
+        rings: kernels with rings can be launched.
     """
     if columns % ALIGNMENT or tokens > MANY_TOKENS:
         return None
@@ -84,6 +121,8 @@ def usual_config(
         return _of_one_row(rows, columns, processors)
     if columns < 128 or sum(rows) < 512:
         return None
+    if rings and 1 < tokens <= RING_TOKENS:
+        return _of_ring(tokens, rows, columns, gated, processors)
     if tokens > MAX_TOKENS:
         return _of_many_tokens(sum(rows), columns, gated, processors) if len(rows) > 1 else None
     if gated and sum(rows) >= 32 * processors:
@@ -98,12 +137,32 @@ def _of_one_row(rows: Sequence[int], columns: int, processors: int) -> KernelCon
     """A program's registers hold its first tile: those of all programs together much of a small weight.
 
     Where all programs can be resident, tiles have 2048 columns: eight of 16 KiB fit a multiprocessor, or
-    twelve of 8 KiB, which members of 16 to 24 rows per multiprocessor fill better.
+    twelve of 8 KiB. These fill it better where there are at most 24 rows for it, and a program has few steps.
     """
     if columns < 2048 or sum(rows) > 32 * processors:
-        return KernelConfig(4, 1024, 1, 4, 1)
-    smaller = len(rows) > 1 and 16 * processors < sum(rows) <= 24 * processors
+        return KernelConfig(2 if columns >= 2048 and sum(rows) > 64 * processors else 4, 1024, 1, 4, 1)
+    smaller = sum(rows) <= 24 * processors and columns <= 4096
     return KernelConfig(2 if smaller else 4, 2048, 1, 4, 1)
+
+
+def _of_ring(tokens: int, rows: Sequence[int], columns: int, gated: bool, processors: int) -> KernelConfig:
+    """Blocks are small where larger ones would leave multiprocessors without one.
+
+    What comes after the linears of an attention's input are short kernels. They begin early if there is room.
+    """
+    count, long = sum(rows), columns >= 4096
+    if count <= 32 * processors:
+        if len(rows) > 1 and not gated:
+            block = (32, 64) if tokens <= 8 else (16, 128) if tokens <= 16 else (16, 64)
+            return _ring(tokens, *block, 4, room=_HALF)
+        if long and count <= 16 * processors:
+            return _ring(tokens, 16, 64 if tokens <= 8 else 128, 4, room=_ALONE)
+        return _ring(tokens, 32, 128 if tokens <= 16 else 64, 4, room=_ALONE)
+    if count <= 64 * processors:
+        return _ring(tokens, 32, 64, 4, room=_HALF)
+    if long and tokens <= 8:
+        return _ring(tokens, 16, 64, 4, room=_THIRD)
+    return _ring(tokens, 64, 128, 1, room=_HALF)
 
 
 def _of_swiglu(tokens: int, rows: int, columns: int, processors: int) -> KernelConfig:
@@ -158,4 +217,5 @@ def _stages(tokens: int) -> int:
 
 def is_config(text: str) -> bool:
     """Whether `text` is the name of one of the candidates."""
-    return any(text == config.name for config in (*_ONE_ROW, *_FEW_ROWS))
+    rings = [config for tokens in (8, 16, 32) for config in rings_of(tokens)]
+    return any(text == config.name for config in (*_ONE_ROW, *_FEW_ROWS, *rings))

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from piecewise_graph.kernels.early_reads import may_read_early
 from piecewise_graph.kernels.launch import Launcher, Planned, dependent_launches
-from piecewise_graph.kernels.linear.kernel_configs import ALIGNMENT, KernelConfig
+from piecewise_graph.kernels.linear.kernel_configs import ALIGNMENT, UNALIGNED, KernelConfig, ring_rows
 
 MEMBERS = 3  # at most, of a launch
+_GLUON = ("3.6.", "3.7.")  # versions of Triton whose Gluon compiles ring_kernels.py
 _ELEMENTS = 1024  # of a program
 
 
@@ -67,6 +68,7 @@ def added_few(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`residual + linear(x, weight, bias)`, that times `gain`, and squares for a `Norm`, by one launch."""
     (tokens, columns), rows = (x := _rows(x)).shape, len(weight)
+    config = _fitting(config, [x, weight])
     residual, gain = residual.contiguous(), gain.contiguous()
     hidden, scaled = torch.empty_like(residual), torch.empty_like(residual)
     blocks = blocks_of(config, rows)
@@ -117,8 +119,9 @@ def _launch(
     gated: bool,
 ) -> None:
     (tokens, columns), rows = x.shape, [len(weight) for weight in weights]
-    blocks = sum(blocks_of(config, n) for n in ([2 * rows[0]] if gated else rows))
     weights = [weight.contiguous() for weight in weights]
+    config = _fitting(config, [x, *weights])
+    blocks = sum(blocks_of(config, n) for n in ([2 * rows[0]] if gated else rows))
     given = [bias.contiguous() for bias in biases if bias is not None] or weights  # which are not read then
     tiles = -(-tokens // config.tile) if config.tile else 1
     squares, epsilon = norm or (x, 0.0)  # x stands in for what is not read
@@ -127,6 +130,21 @@ def _launch(
     tensors = (x, *_three(weights), *_three(given), *_three(outputs), squares)
     numbers = (int(may_read_early(weights)), tokens, *_three(rows), columns, summed, epsilon)
     launcher((blocks * tiles, config.splits, 1), (*tensors, *numbers), *constants)
+
+
+def _fitting(config: KernelConfig, read: Sequence[Tensor]) -> KernelConfig:
+    """Rings are filled by 16 bytes at a time, so what is read for them has to begin at a multiple of them."""
+    return UNALIGNED if config.ring and any(each.data_ptr() % 16 for each in read) else config
+
+
+@cache
+def has_rings(device: torch.device) -> bool:
+    """Whether kernels with rings can be launched: on Hopper, by a Triton whose Gluon they are written in."""
+    if not dependent_launches(device) or torch.cuda.get_device_capability(device)[0] != 9:
+        return False  # the products of a warpgroup are Hopper's
+    import triton
+
+    return bool(triton.__version__.startswith(_GLUON))
 
 
 def compile_ahead(
@@ -168,6 +186,9 @@ def _variant(
 ) -> tuple[Launcher, tuple[Any, ...]]:
     """The launcher, and the kernel's constexprs."""
     dependent, even = dependent_launches(device), _is_even(config, columns)
+    if config.ring:
+        form = has_bias, gated, _power_of_two(summed)
+        return _ring_launcher(config.warps, added=False), (*_ring_blocks(config, tokens), even, *form)
     constants = (
         config.block_n, config.block_k, config.splits, config.parts, config.ahead, _tokens(config, tokens),
         even, columns % ALIGNMENT == 0, has_bias, gated, bool(config.tile), _power_of_two(summed), dependent,
@@ -179,11 +200,18 @@ def _added_variant(
     config: KernelConfig, device: torch.device, tokens: int, columns: int, has_bias: bool
 ) -> tuple[Launcher, tuple[Any, ...]]:
     dependent, even = dependent_launches(device), _is_even(config, columns)
+    if config.ring:
+        return _ring_launcher(config.warps, added=True), (*_ring_blocks(config, tokens), even, has_bias)
     constants = (
         config.block_n, config.block_k, config.parts, config.ahead, _tokens(config, tokens),
         even, columns % ALIGNMENT == 0, has_bias, dependent,
     )  # fmt: skip
     return _added_launcher(config.warps, config.stages, dependent), constants
+
+
+def _ring_blocks(config: KernelConfig, tokens: int) -> tuple[int, ...]:
+    """The first constexprs of kernels with rings."""
+    return config.block_n, config.block_k, config.parts, config.stages, _tokens(config, tokens)
 
 
 def blocks_of(config: KernelConfig, rows: int) -> int:
@@ -197,11 +225,14 @@ def squares_held(config: KernelConfig, rows: int, tokens: int) -> int:
 
 
 def _is_even(config: KernelConfig, columns: int) -> bool:
-    return columns % (config.block_k * config.parts * config.splits) == 0
+    step = config.block_k * config.parts * config.splits
+    return columns % step == 0 and (not config.ring or columns >= step * config.stages)
 
 
 def _tokens(config: KernelConfig, tokens: int) -> int:
     """Rows of x that a program computes."""
+    if config.ring:
+        return ring_rows(tokens)
     return config.tile or (1 if tokens == 1 else max(16, _power_of_two(tokens)))
 
 
@@ -227,6 +258,14 @@ def _added_launcher(warps: int, stages: int, dependent: bool) -> Launcher:
     from piecewise_graph.kernels.linear.added_kernels import few_rows_added
 
     return Launcher(few_rows_added, num_warps=warps, num_stages=stages, launch_pdl=dependent)
+
+
+@cache
+def _ring_launcher(warps: int, *, added: bool) -> Launcher:
+    from piecewise_graph.kernels.linear.ring_kernels import few_rows_added_by_ring, few_rows_by_ring
+
+    kernel = few_rows_added_by_ring if added else few_rows_by_ring
+    return Launcher(kernel, num_warps=warps, launch_pdl=True)
 
 
 @cache

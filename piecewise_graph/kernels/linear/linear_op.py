@@ -132,7 +132,9 @@ def chosen(like: Tensor, tokens: int, rows: Sequence[int], columns: int, gated: 
         return None
     if torch.are_deterministic_algorithms_enabled():
         return INVARIANT
-    return usual_config(tokens, rows, columns, gated=gated, processors=multiprocessors(like.device))
+    device = like.device
+    rings, processors = linear_launch.has_rings(device), multiprocessors(device)
+    return usual_config(tokens, rows, columns, gated=gated, processors=processors, rings=rings)
 
 
 def compile_ahead(

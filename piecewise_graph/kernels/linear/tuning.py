@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from piecewise_graph.kernels.linear.kernel_configs import candidates
+from piecewise_graph.kernels.linear.linear_launch import has_rings
 from piecewise_graph.kernels.linear.linear_op import DTYPES, linear_few
 
 _CALLS = 12
@@ -59,7 +60,8 @@ def fastest(
     if generated is not None:
         times["generated"] = time(generated())
     takes = x.dtype in DTYPES and weight.is_contiguous()
-    configs = {config.name: config for config in candidates(x.shape[0], *weight.shape)} if takes else {}
+    known = candidates(x.shape[0], *weight.shape, rings=has_rings(x.device)) if takes else []
+    configs = {config.name: config for config in known}
     times |= {name: time(partial(linear_few, config=config)) for name, config in configs.items()}
     return times
 
