@@ -199,11 +199,12 @@ class TestOnHopper:
             near(scaled, hidden.double() * gain.double(), torch.bfloat16)
             torch.testing.assert_close(squares.double().sum(0), hidden.double().square().sum(1))
 
-    def test_rows_that_are_not_aligned_have_other_blocks(self) -> None:
+    @pytest.mark.parametrize("columns, first", [(512, 1), (500, 0), (520, 0)])
+    def test_rows_that_are_not_aligned_have_other_blocks(self, columns: int, first: int) -> None:
         config = rings_of(4)[0]
-        x, weight, bias = operands(4, 64, 512, torch.bfloat16)
-        odd = torch.cat([weight.flatten()[:1], weight.flatten()])[1:].view_as(weight)
-        assert odd.data_ptr() % 16
+        x, weight, bias = operands(4, 64, columns, torch.bfloat16)
+        odd = torch.cat([weight.flatten()[:first], weight.flatten()])[first:].view_as(weight)
+        assert columns % 16 or odd.data_ptr() % 16
         found = linear_few(x, odd, bias, list(config))
         torch.testing.assert_close(found, linear_few(x, weight, bias, list(UNALIGNED)), rtol=0, atol=0)
 

@@ -68,7 +68,7 @@ def added_few(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`residual + linear(x, weight, bias)`, that times `gain`, and squares for a `Norm`, by one launch."""
     (tokens, columns), rows = (x := _rows(x)).shape, len(weight)
-    config = _fitting(config, [x, weight])
+    config = _fitting(config, x, [weight])
     residual, gain = residual.contiguous(), gain.contiguous()
     hidden, scaled = torch.empty_like(residual), torch.empty_like(residual)
     blocks = blocks_of(config, rows)
@@ -120,7 +120,7 @@ def _launch(
 ) -> None:
     (tokens, columns), rows = x.shape, [len(weight) for weight in weights]
     weights = [weight.contiguous() for weight in weights]
-    config = _fitting(config, [x, *weights])
+    config = _fitting(config, x, weights)
     blocks = sum(blocks_of(config, n) for n in ([2 * rows[0]] if gated else rows))
     given = [bias.contiguous() for bias in biases if bias is not None] or weights  # which are not read then
     tiles = -(-tokens // config.tile) if config.tile else 1
@@ -132,9 +132,10 @@ def _launch(
     launcher((blocks * tiles, config.splits, 1), (*tensors, *numbers), *constants)
 
 
-def _fitting(config: KernelConfig, read: Sequence[Tensor]) -> KernelConfig:
-    """Rings are filled by 16 bytes at a time, so what is read for them has to begin at a multiple of them."""
-    return UNALIGNED if config.ring and any(each.data_ptr() % 16 for each in read) else config
+def _fitting(config: KernelConfig, x: Tensor, weights: Sequence[Tensor]) -> KernelConfig:
+    """Rings are filled by 16 bytes at a time, so each row that is read has to begin at a multiple of them."""
+    odd = x.shape[-1] % ALIGNMENT or any(each.data_ptr() % 16 for each in (x, *weights))
+    return UNALIGNED if config.ring and odd else config
 
 
 @cache

@@ -126,11 +126,11 @@ def begin(
         row = _rows_of(local, weights, first, rows, columns, BLOCK_N, GATED)[None, :, None]
     of_tile, of_x_tile, there = row + k, x + gl.minimum(m, tokens - 1) * columns + k, m < tokens
     for s in gl.static_range(STAGES):
-        _copy_weight(ring[s], of_tile, k, s * PARTS * BLOCK_K, columns, EVEN)
+        _copy_weight(ring[s], of_tile, k, gl.to_tensor(s * PARTS * BLOCK_K), columns, EVEN)
         async_copy.commit_group()
     _wait()
     for s in gl.static_range(STAGES):
-        _copy_x(ring_of_x[s], of_x_tile, there, k, s * PARTS * BLOCK_K, columns, EVEN)
+        _copy_x(ring_of_x[s], of_x_tile, there, k, gl.to_tensor(s * PARTS * BLOCK_K), columns, EVEN)
         async_copy.commit_group()
     return ring, ring_of_x, of_tile, of_x_tile, k, there
 
@@ -147,6 +147,34 @@ def _multiplied(tile, x_tile, total, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _step(
+    slots,
+    pointers,
+    step,
+    columns,
+    total,
+    STEP: gl.constexpr,
+    PARTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    EVEN: gl.constexpr,
+):
+    """Adds the products of a step's slots, and fills those of the step before.
+
+    It is a function for the sake of the compiler, which reads its code once and not for each slot.
+    """
+    tile, x_tile, free, x_free = slots
+    of_tile, of_x_tile, k, there = pointers
+    async_copy.wait_group(STAGES - 2)  # and a barrier, behind which the slots of the step before are free
+    first = (step + STAGES - 1) * STEP
+    if step > 0:
+        if first < columns:
+            _copy_weight(free, of_tile, k, first, columns, EVEN)
+            _copy_x(x_free, of_x_tile, there, k, first, columns, EVEN)
+        async_copy.commit_group()
+    return _multiplied(tile, x_tile, total, PARTS)
+
+
+@gluon.jit
 def products(
     begun,
     columns,
@@ -158,7 +186,7 @@ def products(
     EVEN: gl.constexpr,
 ):
     """Products of what was `begun`: float32 `[BLOCK_N, TOKENS]`, or that many of each of several PARTS."""
-    ring, ring_of_x, of_tile, of_x_tile, k, there = begun
+    ring, ring_of_x = begun[0], begun[1]
     STEP: gl.constexpr = PARTS * BLOCK_K
     WARPS: gl.constexpr = gl.num_warps()
     if PARTS == 1:
@@ -171,15 +199,9 @@ def products(
     for i in range(0, steps, STAGES):
         for s in gl.static_range(STAGES):
             if i + s < steps:
-                async_copy.wait_group(STAGES - 2)  # and a barrier, behind which the slot before is free
                 before: gl.constexpr = (s + STAGES - 1) % STAGES
-                first = (i + s + STAGES - 1) * STEP
-                if i + s > 0:
-                    if first < columns:
-                        _copy_weight(ring[before], of_tile, k, first, columns, EVEN)
-                        _copy_x(ring_of_x[before], of_x_tile, there, k, first, columns, EVEN)
-                    async_copy.commit_group()
-                total = _multiplied(ring[s], ring_of_x[s], total, PARTS)
+                slots = ring[s], ring_of_x[s], ring[before], ring_of_x[before]
+                total = _step(slots, begun[2:], i + s, columns, total, STEP, PARTS, STAGES, EVEN)
     async_copy.wait_group(0)  # what follows may use the memory of slots that zeros are still copied to
     return total
 
