@@ -36,9 +36,9 @@ from piecewise_graph.kernels.early_reads import unwritten
 from piecewise_graph.kernels.launch import multiprocessors
 from piecewise_graph.kernels.linear import MAX_TOKENS, linear_launch
 from piecewise_graph.kernels.linear.kernel_configs import (
+    PLAIN,
     RING_TOKENS,
     SHARED_MEMORY,
-    UNALIGNED,
     KernelConfig,
     rings_of,
     usual_config,
@@ -118,7 +118,7 @@ def others(tokens: int, rings: bool) -> Iterator[KernelConfig | None]:
         return
     if rings and tokens <= RING_TOKENS:
         yield from rings_of(tokens)
-        yield UNALIGNED
+        yield PLAIN
         return
     forms = [KernelConfig(64, 128, 1, 4, 0), KernelConfig(128, 64, 1, 4, 0)]
     if tokens > MAX_TOKENS:

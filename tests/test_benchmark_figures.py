@@ -38,8 +38,9 @@ def test_linears(tokens: int) -> None:
         part: [torch.empty(n, 8192 if part == "down" else 2048, device="meta") for n in rows]
         for part, rows in sizes.items()
     }
-    known, tried = benchmark.usual(layer, tokens, 132), list(benchmark.others(tokens))
-    assert list(known) == list(sizes) and len(set(tried)) == len(tried) > 4
+    for rings in (False, True):
+        known, tried = benchmark.usual(layer, tokens, 132, rings), list(benchmark.others(tokens, rings))
+        assert list(known) == list(sizes) and len(set(tried)) == len(tried) > 4
     found = [
         {"shape": "1b", "tokens": tokens, "launch": launch, "blocks": "", "us": us}
         for launch, us in (("all", 3.0), ("o", 2.0), ("down", 4.0))

@@ -19,6 +19,7 @@ from piecewise_graph.kernels.linear.kernel_configs import (
     SHARED_MEMORY,
     candidates,
     is_config,
+    rings_of,
     usual_config,
 )
 
@@ -100,6 +101,15 @@ class TestKernels:
         x, weight, bias = operands(tokens, *((few, 2048) if INTERPRETED else (192, 8192)), DTYPES[0])
         plans = candidates(tokens, *weight.shape)
         assert sum(self.is_right(x, weight, bias, plan) for plan in plans[:: 3 if INTERPRETED else 1]) >= 2
+
+    @pytest.mark.parametrize(
+        "tokens, columns, splits", [(4, 520, 1), (33, 512, 1), (64, 512, 1), (4, 512, 2), (1, 500, 1)]
+    )
+    def test_what_rings_cannot_serve_has_other_blocks(self, tokens: int, columns: int, splits: int) -> None:
+        """Columns that are not aligned, many rows, splits; and whatever there is on other devices."""
+        x, weight, bias = operands(tokens, 40, columns, DTYPES[0])
+        for plan in rings_of(min(tokens, 32))[::4]:
+            assert_right(x, weight, bias, list(plan._replace(splits=splits)))
 
     def is_right(self, x: Tensor, weight: Tensor, bias: Tensor, plan: KernelConfig) -> bool:
         """False for plans that need more shared memory than there is: measuring passes over them."""

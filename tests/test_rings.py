@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,8 +17,8 @@ from torch.nn import functional
 
 from piecewise_graph.kernels.linear import KernelConfig, linear_few
 from piecewise_graph.kernels.linear.kernel_configs import (
+    PLAIN,
     RING_TOKENS,
-    UNALIGNED,
     candidates,
     is_config,
     ring_rows,
@@ -24,6 +26,7 @@ from piecewise_graph.kernels.linear.kernel_configs import (
     usual_config,
 )
 from piecewise_graph.kernels.linear.linear_launch import (
+    GLUON,
     Norm,
     added_few,
     has_rings,
@@ -31,7 +34,18 @@ from piecewise_graph.kernels.linear.linear_launch import (
     swiglu_few,
 )
 
-on_hopper = pytest.mark.skipif(DEVICE.type != "cuda" or not has_rings(DEVICE), reason="needs a Hopper GPU")
+HOPPER = DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE)[0] == 9
+
+
+def triton_compiles_them() -> bool:
+    triton = pytest.importorskip("triton")
+    return bool(triton.__version__.startswith(GLUON))
+
+
+compiled_ones = pytest.mark.skipif(
+    INTERPRETED or find_spec("triton") is None or not triton_compiles_them(), reason="compiled kernels only"
+)
+on_hopper = pytest.mark.skipif(not HOPPER or not triton_compiles_them(), reason="needs a Hopper GPU")
 
 # Rows of x, gated or not, rows of the weights, columns, multiprocessors, and blocks: each rule has a case.
 RULES = [
@@ -43,6 +57,8 @@ RULES = [
     (8, False, (512,), 4080, 32, "32 128 1 4 5 4 4 0 1"),
     (16, False, (528,), 4096, 32, "32 128 1 4 4 4 4 0 1"),
     (17, True, (256, 256), 528, 16, "32 64 1 4 7 4 4 0 1"),
+    (8, False, (256, 256), 496, 16, "64 128 1 4 6 1 4 0 1"),
+    (32, True, (512, 512), 4096, 16, "32 64 1 4 3 4 4 0 1"),
     (2, False, (512,), 528, 15, "32 64 1 4 5 4 4 0 1"),
     (32, True, (512, 512), 528, 16, "32 64 1 4 3 4 4 0 1"),
     (8, True, (512, 512), 4096, 15, "16 64 1 4 6 4 4 0 1"),
@@ -58,7 +74,7 @@ def test_blocks_of_every_rule(
 ) -> None:
     config = usual_config(tokens, rows, columns, gated=gated, processors=processors, rings=True)
     assert config is not None and config.name == blocks and config in rings_of(tokens)
-    if DEVICE.type == "cuda" and has_rings(DEVICE):
+    if HOPPER and has_rings(DEVICE):
         assert_right(config, tokens, rows, columns, DTYPES[1], gated=gated)
 
 
@@ -82,11 +98,10 @@ def test_rings_are_for_a_few_rows_of_aligned_columns(
         assert not rings or (wide % 16 == 0 and 1 < tokens <= RING_TOKENS)
 
 
-def test_there_are_none_without_a_hopper_gpu() -> None:
+def test_there_are_some_on_hopper_only() -> None:
     assert not has_rings(torch.device("cpu"))
     if DEVICE.type == "cuda":
-        hopper = torch.cuda.get_device_capability(DEVICE)[0] == 9
-        assert hopper or not has_rings(DEVICE)
+        assert has_rings(DEVICE) == (HOPPER and triton_compiles_them())
 
 
 def code_of(config: KernelConfig, tokens: int, *, even: bool, gated: bool, counted: int, bias: bool) -> Any:
@@ -111,7 +126,7 @@ def blocks_of(config: KernelConfig, tokens: int) -> tuple[int, ...]:
     return config.block_n, config.block_k, config.parts, config.stages, ring_rows(tokens)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+@compiled_ones
 @pytest.mark.parametrize("tokens, config", [(t, c) for t in (8, 16, 32) for c in rings_of(t)[t // 16 :: 5]])
 def test_the_weight_comes_before_the_wait_and_x_after_it(tokens: int, config: KernelConfig) -> None:
     """In the machine's own code: 16 bytes at a time, nothing else before, and no register is spilled."""
@@ -128,9 +143,24 @@ def test_the_weight_comes_before_the_wait_and_x_after_it(tokens: int, config: Ke
         assert ahead.count("LDGSTS") == config.stages * copies
         assert "LDG.E" not in ahead and "STG" not in ahead and "STG" in after
         assert "STL" not in code and "LDL" not in code
+        assert_waits_first_unless_early(made)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+def assert_waits_first_unless_early(made: Any) -> None:
+    """`early` skips the first wait. A barrier follows each wait for copies: all warps read and fill slots."""
+    lines = (line.split("//")[0].strip() for line in made.asm["ptx"].splitlines())
+    code = "\n".join(line for line in lines if line and not line.startswith((".loc", "$L__tmp")))
+    skip = re.search(
+        r"setp\.ne\.b32\s+(%p\d+), (%r\d+), 0;\n@\1 bra\s+(\S+);\n(?:griddepcontrol\.wait.*\n)\3:", code
+    )
+    number = made.src.fn.arg_names.index("early")
+    assert skip and re.search(rf"ld\.param\.b32\s+{skip[2]}, \[\w+_param_{number}\];", code)
+    assert code.index("griddepcontrol.wait") > skip.start()
+    waits = re.findall(r"cp\.async\.wait_group.*\n(.*)", code)
+    assert waits and all(line.startswith("bar.sync") for line in waits)
+
+
+@compiled_ones
 @pytest.mark.parametrize("tokens", [8, 16, 32])
 def test_as_many_fit_a_multiprocessor_as_there_is_room_for(tokens: int) -> None:
     """Also with what sums of parts, gates and norms take of it."""
@@ -206,7 +236,23 @@ class TestOnHopper:
         odd = torch.cat([weight.flatten()[:first], weight.flatten()])[first:].view_as(weight)
         assert columns % 16 or odd.data_ptr() % 16
         found = linear_few(x, odd, bias, list(config))
-        torch.testing.assert_close(found, linear_few(x, weight, bias, list(UNALIGNED)), rtol=0, atol=0)
+        torch.testing.assert_close(found, linear_few(x, weight, bias, list(PLAIN)), rtol=0, atol=0)
+
+    def test_a_weight_that_the_graph_writes_is_read_after_that(self) -> None:
+        """Nothing is said of the weight, so the kernel waits for the one before, which writes it."""
+        weight = torch.empty(4096, 8192, dtype=torch.bfloat16, device=DEVICE)
+        x, source = operands(4, 1, 8192, torch.bfloat16)[0], torch.zeros_like(weight)
+        graph = torch.cuda.CUDAGraph()
+        linears_few(x, [weight], [None], rings_of(4)[1])
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            first = linears_few(x, [source], [None], rings_of(4)[1])[0]
+            weight.copy_(source + first.sum())
+            found = linears_few(x, [weight], [None], rings_of(4)[1])[0]
+        for value in range(1, 8):
+            source.fill_(value / 64)
+            graph.replay()
+            torch.testing.assert_close(found, x @ weight.T, rtol=2e-2, atol=2e-1)
 
     def test_replays_read_what_was_written_last(self) -> None:
         """The tiles of x come after the wait: a chain of linears is the same in a graph, time after time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 MAX_TOKENS = 64  # rows of x that every kernel serves
@@ -12,7 +13,8 @@ PROCESSORS = 132  # of an H100 or H200
 _FULL = 0.8  # of the places of all rounds; between 0.75 and 0.82 of those measured
 SHARED_MEMORY = 172032  # bytes that blocks without a ring take at most; Hopper has 232448
 RING_TOKENS = 32  # rows of x that kernels with rings serve
-_ALONE, _HALF, _THIRD = 227 << 10, 113 << 10, 75 << 10  # bytes of a multiprocessor for a program's rings
+# Bytes that a program's rings may take where one, two or three programs share a multiprocessor.
+_ALONE, _HALF, _THIRD = 227 << 10, 113 << 10, 75 << 10
 _STAGES = 10  # of a ring at most: the loop is unrolled by them
 
 
@@ -51,7 +53,7 @@ class KernelConfig(NamedTuple):
 # Blocks that serve any number of rows, each row alike, so that its sums have one order in all batches.
 # Source: H. He, "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025).
 INVARIANT = KernelConfig(64, 128, 1, 4, 5, tile=MAX_TOKENS)
-UNALIGNED = KernelConfig(64, 128, 1, 4, 7)  # for 2 to 32 rows of x, in the place of blocks with rings
+PLAIN = KernelConfig(64, 128, 1, 4, 5)  # any rows of x that kernels serve, in the place of blocks with rings
 _ONE_ROW = [KernelConfig(n, k, 1, 4, 1) for k in (1024, 2048) for n in (1, 2, 4, 8)]
 _ONE_ROW += [KernelConfig(2, 512, 1, 4, 1), KernelConfig(1, 2048, 1, 8, 1)]
 _ONE_ROW += [KernelConfig(n, 512, 4, 4, 1) for n in (1, 4)]
@@ -138,6 +140,7 @@ def _of_one_row(rows: Sequence[int], columns: int, processors: int) -> KernelCon
 
     Where all programs can be resident, tiles have 2048 columns: eight of 16 KiB fit a multiprocessor, or
     twelve of 8 KiB. These fill it better where there are at most 24 rows for it, and a program has few steps.
+    Large weights are cut into tiles of 1024 columns, of two rows if these are not short.
     """
     if columns < 2048 or sum(rows) > 32 * processors:
         return KernelConfig(2 if columns >= 2048 and sum(rows) > 64 * processors else 4, 1024, 1, 4, 1)
@@ -146,10 +149,12 @@ def _of_one_row(rows: Sequence[int], columns: int, processors: int) -> KernelCon
 
 
 def _of_ring(tokens: int, rows: Sequence[int], columns: int, gated: bool, processors: int) -> KernelConfig:
-    """Blocks are small where larger ones would leave multiprocessors without one.
+    """Blocks of 16 or 32 rows where those of 64 would be less than one round, or, in parts, read faster.
 
     What comes after the linears of an attention's input are short kernels. They begin early if there is room.
     """
+    if columns < 512:  # a step of blocks in parts
+        return _ring(tokens, 64, 128, 1, room=_HALF)
     count, long = sum(rows), columns >= 4096
     if count <= 32 * processors:
         if len(rows) > 1 and not gated:
@@ -217,5 +222,10 @@ def _stages(tokens: int) -> int:
 
 def is_config(text: str) -> bool:
     """Whether `text` is the name of one of the candidates."""
+    return text in _names()
+
+
+@cache
+def _names() -> frozenset[str]:
     rings = [config for tokens in (8, 16, 32) for config in rings_of(tokens)]
-    return any(text == config.name for config in (*_ONE_ROW, *_FEW_ROWS, *rings))
+    return frozenset(config.name for config in (*_ONE_ROW, *_FEW_ROWS, *rings))

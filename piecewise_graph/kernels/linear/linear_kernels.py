@@ -22,9 +22,10 @@ Note [Weight first]
 While a kernel waits for the one before, the memory idles. Where nothing writes the weight (Note [Early
 reads] in early_reads.py), a program for one row of x reads its first tile into registers, and then waits:
 so the time in between is used. Else it asks for the first lines of its rows before it waits. They come as
-far as the L2 cache, which sees what others write. So do programs for several rows: Triton loads their tiles
-of weight and x into shared memory side by side, and x has to wait.
-Weights are read once per step, so loads mark them as what leaves the caches first.
+far as the L2 cache, which sees what others write. So do the programs here for several rows: Triton loads
+their tiles of weight and x into shared memory side by side, and x has to wait. On Hopper, kernels in Gluon
+serve 2 to 32 rows, and load tiles of the weight before they wait (Note [Rings] in rings.py).
+Weights are read once per step, so loads here mark them as what leaves the caches first.
 """
 
 import triton

@@ -11,10 +11,16 @@ from torch import Tensor
 
 from piecewise_graph.kernels.early_reads import may_read_early
 from piecewise_graph.kernels.launch import Launcher, Planned, dependent_launches
-from piecewise_graph.kernels.linear.kernel_configs import ALIGNMENT, UNALIGNED, KernelConfig, ring_rows
+from piecewise_graph.kernels.linear.kernel_configs import (
+    ALIGNMENT,
+    PLAIN,
+    RING_TOKENS,
+    KernelConfig,
+    ring_rows,
+)
 
 MEMBERS = 3  # at most, of a launch
-_GLUON = ("3.6.", "3.7.")  # versions of Triton whose Gluon compiles ring_kernels.py
+GLUON = ("3.6.", "3.7.")  # versions of Triton whose Gluon compiles ring_kernels.py
 _ELEMENTS = 1024  # of a program
 
 
@@ -133,9 +139,13 @@ def _launch(
 
 
 def _fitting(config: KernelConfig, x: Tensor, weights: Sequence[Tensor]) -> KernelConfig:
-    """Rings are filled by 16 bytes at a time, so each row that is read has to begin at a multiple of them."""
-    odd = x.shape[-1] % ALIGNMENT or any(each.data_ptr() % 16 for each in (x, *weights))
-    return UNALIGNED if config.ring and odd else config
+    """`config`, or blocks without rings for what rings cannot serve: 16 bytes at a time are copied there."""
+    if not config.ring:
+        return config
+    tokens, columns = x.shape
+    few = tokens <= RING_TOKENS and config.splits == 1 and has_rings(x.device)
+    aligned = columns % ALIGNMENT == 0 and all(each.data_ptr() % 16 == 0 for each in (x, *weights))
+    return config if few and aligned else PLAIN._replace(splits=config.splits)
 
 
 @cache
@@ -145,7 +155,7 @@ def has_rings(device: torch.device) -> bool:
         return False  # the products of a warpgroup are Hopper's
     import triton
 
-    return bool(triton.__version__.startswith(_GLUON))
+    return bool(triton.__version__.startswith(GLUON))
 
 
 def compile_ahead(

@@ -163,7 +163,7 @@ def serves(x: Tensor) -> bool:
 
 
 def _holds_blocks(device: torch.device) -> bool:
-    """The device launches dependents and has the shared memory that the blocks of usual_config take."""
+    """The device launches dependents and has the shared memory that blocks without rings take."""
     return dependent_launches(device) and shared_memory(device) >= SHARED_MEMORY
 
 

@@ -3,9 +3,9 @@
 Note [Rings]
 Tiles of the weight and of x come by asynchronous copies into shared memory, STAGES steps ahead of the
 products. Triton's own pipeline asks for both side by side, so a weight comes no earlier than x. Here the
-first STAGES tiles of the weight are asked for before the kernel waits for the one before, and those of x
-after it (Note [Weight first] in linear_kernels.py). The programs of the next kernel begin early only where
-shared memory is left, so the rings of large weights take no more than half of a multiprocessor's.
+first STAGES tiles of a weight that may be read early are asked for before the kernel waits for the one
+before, and those of x after it (Note [Weight first] in linear_kernels.py). The programs of the next kernel
+begin early only where shared memory is left, so the rings of large weights take no more than half of it.
 
 A slot of a ring is filled again one step after its products: the barrier of that step tells that all warps
 are done with it. The loop is unrolled by slots, each an allocation of its own: so Triton knows that a copy
@@ -90,7 +90,7 @@ def begin(
     EVEN: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """Asks for the first tiles, and waits between those of the weight and those of x.
+    """Asks for the first tiles, and waits before those of x; without `early` before those of the weight too.
 
     Returns rings of weight and x, pointers to the first tile of each, its columns, which rows of x there are.
     """
@@ -98,7 +98,7 @@ def begin(
     if early == 0:
         _wait()
     WARPS: gl.constexpr = gl.num_warps()
-    LANES: gl.constexpr = 32 if BLOCK_K >= 256 else BLOCK_K // 8  # along a row, 16 bytes each
+    LANES: gl.constexpr = BLOCK_K // 8  # along a row, 16 bytes each; at most 32
     kind: gl.constexpr = x.dtype.element_ty
     if PARTS == 1:
         copied: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
