@@ -140,10 +140,12 @@ def _of_one_row(rows: Sequence[int], columns: int, processors: int) -> KernelCon
 
     Where all programs can be resident, tiles have 2048 columns: eight of 16 KiB fit a multiprocessor, or
     twelve of 8 KiB. These fill it better where there are at most 24 rows for it, and a program has few steps.
-    Large weights are cut into tiles of 1024 columns, of two rows if these are not short.
+    Large weights are cut into tiles of 1024 columns. Of short columns one tile has all.
     """
-    if columns < 2048 or sum(rows) > 32 * processors:
-        return KernelConfig(2 if columns >= 2048 and sum(rows) > 64 * processors else 4, 1024, 1, 4, 1)
+    if columns < 2048:
+        return KernelConfig(4, 1024 if columns <= 1024 else 2048, 1, 4, 1)
+    if sum(rows) > 32 * processors:
+        return KernelConfig(2 if sum(rows) > 64 * processors else 4, 1024, 1, 4, 1)
     smaller = sum(rows) <= 24 * processors and columns <= 4096
     return KernelConfig(2 if smaller else 4, 2048, 1, 4, 1)
 
