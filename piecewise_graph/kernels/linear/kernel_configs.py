@@ -50,10 +50,10 @@ class KernelConfig(NamedTuple):
         return " ".join(map(str, self))
 
 
+PLAIN = KernelConfig(64, 128, 1, 4, 5)  # for up to MAX_TOKENS rows of x, where rings cannot serve them
 # Blocks that serve any number of rows, each row alike, so that its sums have one order in all batches.
 # Source: H. He, "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025).
-INVARIANT = KernelConfig(64, 128, 1, 4, 5, tile=MAX_TOKENS)
-PLAIN = KernelConfig(64, 128, 1, 4, 5)  # any rows of x that kernels serve, in the place of blocks with rings
+INVARIANT = PLAIN._replace(tile=MAX_TOKENS)
 _ONE_ROW = [KernelConfig(n, k, 1, 4, 1) for k in (1024, 2048) for n in (1, 2, 4, 8)]
 _ONE_ROW += [KernelConfig(2, 512, 1, 4, 1), KernelConfig(1, 2048, 1, 8, 1)]
 _ONE_ROW += [KernelConfig(n, 512, 4, 4, 1) for n in (1, 4)]
