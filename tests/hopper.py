@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,3 +49,16 @@ def sass(made: Any) -> str:
     with NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(made.asm["cubin"])
         return subprocess.run([disassembler, file.name], check=True, capture_output=True, text=True).stdout
+
+
+def assert_skips_the_first_wait(made: Any) -> str:
+    """Where its argument `early` is not 0. Returns the code without what stands for debuggers."""
+    lines = (line.split("//")[0].strip() for line in made.asm["ptx"].splitlines())
+    code = "\n".join(line for line in lines if line and not line.startswith((".loc", "$L__tmp")))
+    skip = re.search(
+        r"setp\.ne\.b32\s+(%p\d+), (%r\d+), 0;\n@\1 bra\s+(\S+);\n(?:griddepcontrol\.wait.*\n)\3:", code
+    )
+    number = made.src.fn.arg_names.index("early")
+    assert skip and re.search(rf"ld\.param\.b32\s+{skip[2]}, \[\w+_param_{number}\];", code)
+    assert code.index("griddepcontrol.wait") > skip.start()
+    return code

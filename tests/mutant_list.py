@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from mutants import Mutant
 
-PG, EAGLE, METADATA, ATTENTION = (
-    "piecewise_graph",
-    "piecewise_graph/eagle",
-    "custom_ops/metadata",
-    "custom_ops/attention",
-)
+PG, EAGLE = "piecewise_graph", "piecewise_graph/eagle"
+METADATA, ATTENTION = "custom_ops/metadata", "custom_ops/attention"
 
 MUTANTS = [
     Mutant(
@@ -321,6 +317,13 @@ MUTANTS = [
         "known = draft & live & (token >= 0)",
         "tests/test_metadata_kernels.py -k outside_of_the_vocabulary",
         interpreted=True,
+    ),
+    Mutant(
+        "attention between graphs reads its batch before it waits",
+        f"{PG}/runtime/bucket_capture.py",
+        "    if tapes.mode.one_graph:\n        read +=",
+        "    if True:\n        read +=",
+        "tests/test_early_reads.py -k reads_what_its_context_says",
     ),
     Mutant(
         "when a result arrives on one rank decides the steps of that rank",

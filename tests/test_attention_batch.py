@@ -202,3 +202,10 @@ def test_lengths_on_the_host_fit_the_bounds(change: dict[str, Any], found: str) 
     fields = fields_of(case_of().batch)
     with pytest.raises(AttentionError, match=found):
         AttentionBatch(**{**fields, **change})
+
+
+def test_what_no_op_writes_is_what_says_which_tokens_there_are() -> None:
+    """Not the cache, which attention writes, and not the tree, which it reads after the kernels before."""
+    batch = case_of(TREE).batch
+    named = [batch.block_table, batch.seq_lens, batch.qo_indptr, batch.slot_mapping]
+    assert list(map(id, batch.never_written())) == list(map(id, named))

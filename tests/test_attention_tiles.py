@@ -6,12 +6,12 @@ import ctypes
 import re
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from attention_cases import Shape, make_case
-from hopper import REGISTERS, RESERVED, SHARED, compiled
+from hopper import REGISTERS, RESERVED, SHARED, assert_skips_the_first_wait, compiled, sass
 
 from piecewise_graph.custom_ops.attention.call import Traits
 from piecewise_graph.kernels.launch import CARVEOUT, Launcher, carveout, interpreted
@@ -42,7 +42,7 @@ class Needs(NamedTuple):
     registers: int
 
 
-def needs_of(head_dim: int, kv_heads: int, tiles: Tiling, folder: Path) -> Needs:
+def code_of(head_dim: int, kv_heads: int, tiles: Tiling) -> Any:
     constants = (
         head_dim, head_dim, kv_heads, 4, 4, 16, 32, tiles.block_m, tiles.tile.block_n, tiles.rows,
         tiles.parts, tiles.split, tiles.unmasked, False, False, "tf32", tiles.tile.stages, False, False, 8,
@@ -53,7 +53,11 @@ def needs_of(head_dim: int, kv_heads: int, tiles: Tiling, folder: Path) -> Needs
     types |= dict.fromkeys(("k_cache", "v_cache", "q", "k", "v", "out"), "*bf16") | {"partials": "*fp32"}
     integers = ("block_table", "seq_lens", "qo_indptr", "slot_mapping", "tree_mask", "counters")
     types |= dict.fromkeys(integers, "*i32")
-    code = compiled(attend_kernel, list(types.values()), constants, num_warps=tiles.tile.warps)
+    return compiled(attend_kernel, list(types.values()), constants, num_warps=tiles.tile.warps)
+
+
+def needs_of(head_dim: int, kv_heads: int, tiles: Tiling, folder: Path) -> Needs:
+    code = code_of(head_dim, kv_heads, tiles)
     cubin = folder / "attend.cubin"
     cubin.write_bytes(code.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -73,6 +77,21 @@ def test_as_many_programs_as_the_splits_are_made_for_fit_a_multiprocessor(
     tiles = tiling(head_dim, kv_heads, requests)
     needs = needs_of(head_dim, kv_heads, tiles, tmp_path)
     assert min(SHARED // (needs.shared + RESERVED), REGISTERS // needs.registers) >= tiles.tile.resident
+
+
+@compiled_only
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_metadata_is_read_before_the_wait_and_nothing_else(head_dim: int, rows: int) -> None:
+    """In the machine's own code: what comes before are loads of at most a few numbers, and no stores."""
+    made = code_of(head_dim, 8, tiling(head_dim, 8, 4, rows, large=rows < 64))
+    code = sass(made)
+    before, ahead, after = code.split("ACQBULK")
+    assert "PREEXIT" in before and "LDG" not in before
+    assert ahead.count("LDG") >= 6 and not re.search(r"LDG\S*\.(64|128)", ahead)
+    assert not re.search(r"STG|LDGSTS|ATOM|RED\.", ahead) and "LDGSTS" in after and "STG" in after
+    assert "STL" not in code and "LDL" not in code
+    assert_skips_the_first_wait(made)
 
 
 @compiled_only

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -14,11 +13,14 @@ from attention_cases import Case, Shape, check, expected, make_case
 from hypothesis import given, settings, strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from test_attention import SHAPES, shapes
+from torch import Tensor
 
 from piecewise_graph.custom_ops.attention import AttentionBatch
 from piecewise_graph.custom_ops.attention.call import AttentionCall
 from piecewise_graph.custom_ops.attention.implementations import serve
 from piecewise_graph.custom_ops.errors import AttentionError
+from piecewise_graph.kernels import early_reads
+from piecewise_graph.kernels.early_reads import unwritten
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -141,8 +143,9 @@ class TestKernels:
         assert len(case.call.memo) == 1
         assert state_of(second).tensors[-1] is first.tensors[-1]
 
+    @pytest.mark.parametrize("early", [False, True])
     @pytest.mark.parametrize("rows", [1, 6])
-    def test_a_graph_replays_with_other_lengths(self, rows: int) -> None:
+    def test_a_graph_replays_with_other_lengths(self, rows: int, early: bool) -> None:
         """One batch object, written in place; in the interpreter the call itself stands in for a graph."""
         dtype, unit, kv_heads = (torch.float32, 1, 1) if INTERPRETED else (torch.bfloat16, 15, 2)
         lengths = [(267, 47, 2, 0), (6, 0, 200, 133), (1, 267, 0, 9)]  # up to three splits each, and more
@@ -154,12 +157,39 @@ class TestKernels:
             for each in [(267,) * 4, *lengths]
         ]  # fmt: skip
         frame, *cases = (case_of(shape, dtype, seed) for seed, shape in enumerate(shapes))
-        replay = captured(frame)
+        with unwritten(frame.batch.never_written() if early else ()):
+            replay = captured(frame)
         for case in (*cases, cases[0]):
             pour(case, frame)
             replay()
             found, wanted = frame.call.out.double().cpu(), expected(case)
             assert (found - wanted).norm() < TOLERANCE[dtype] * wanted.norm()
+
+    @pytest.mark.parametrize("rows", [0, 3])
+    def test_a_batch_without_a_request_leaves_zeros(self, rows: int) -> None:
+        case = with_padding(case_of(Shape(((0, 0),))), rows, beyond=1)
+        before = case.batch.kv_cache.k[1].clone()
+        serve(case.batch, case.call, captured=False)
+        assert not case.call.out[:rows].any() and bool((case.call.out[rows:] == 777.0).all())
+        assert torch.equal(case.batch.kv_cache.k[1], before)
+
+    @pytest.mark.parametrize("left", [None, 0, 1, 2, 3])
+    def test_metadata_is_read_early_where_nothing_writes_any_of_it(
+        self, left: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from piecewise_graph.custom_ops.attention.triton_attention import attend
+
+        case = case_of(SHAPES["decode"])
+        check(case, 1e-5)
+        told: list[int] = []
+        state = state_of(case)
+        case.call.memo[state.config] = (lambda grid, args: told.append(args[0]), ())
+        monkeypatch.setattr(early_reads, "_is_capturing", lambda: True)
+        named = [tensor for i, tensor in enumerate(case.batch.never_written()) if i != left]
+        with unwritten(named):
+            attend(case.batch, state, case.call)
+        attend(case.batch, state, case.call)
+        assert told == [int(left is None), 0]
 
     def test_a_strided_table_is_refused(self) -> None:
         case = case_of(SHAPES["decode"])
@@ -229,10 +259,45 @@ class TestCompiled:
     def test_shapes_in_bfloat16(self, name: str) -> None:
         check(case_of(SHAPES[name], torch.bfloat16), TOLERANCE[torch.bfloat16])
 
+    @pytest.mark.parametrize("rows", [1, 6])
+    def test_a_chain_that_reads_early_answers_as_one_that_waits(self, rows: int) -> None:
+        """Each starts while the kernel before runs, whose result is its q. Lengths change between replays."""
+        shapes = [
+            Shape(
+                tuple((total, rows if total else 0) for total in each),
+                32,
+                8,
+                128,
+                uniform=True,
+                max_seq_len=4096,
+            )
+            for each in [(4000,) * 4, (128, 1, 0, 300), (4000, 0, 7, 2000), (1, 2, 3, 4)]
+        ]
+        frame, *cases = (case_of(shape, torch.bfloat16, seed) for seed, shape in enumerate(shapes))
+        found: dict[bool, Tensor] = {}
+        replays = {}
+        for early in (False, True):
+            q = frame.call.q
+            calls = []
+            for _ in range(8):
+                calls.append(dataclasses.replace(frame.call, q=q, out=torch.empty_like(q)))
+                q = found[early] = calls[-1].out
+            with unwritten(frame.batch.never_written() if early else ()):
+                replays[early] = captured(frame, *calls)
+        for case in cases * 10:
+            pour(case, frame)
+            for replay in replays.values():
+                replay()
+            assert torch.equal(found[True], found[False])
 
-def captured(case: Case) -> Callable[[], None]:
-    """The call of a case as a graph, where there are graphs."""
-    run = partial(serve, case.batch, case.call, captured=True)
+
+def captured(case: Case, *calls: AttentionCall) -> Callable[[], None]:
+    """The call of a case, or other calls under its batch, as a graph, where there are graphs."""
+
+    def run() -> None:
+        for call in calls or [case.call]:
+            serve(case.batch, call, captured=True)
+
     run()
     if INTERPRETED:
         return run

@@ -34,9 +34,24 @@ def load(x: Tensor, weight: Tensor) -> Tensor:
     return x.clone()
 
 
+@torch.library.custom_op("early_reads::look", mutates_args=())
+def look(x: Tensor) -> Tensor:
+    """As attention, which reads a table of the forward context."""
+    seen.append(may_read_early([pg.get_forward_context().batch.table]))
+    return x.clone()
+
+
+@torch.library.custom_op("early_reads::fill", mutates_args=("table",))
+def fill(x: Tensor, table: Tensor) -> Tensor:
+    table.add_(1)
+    return x.clone()
+
+
 product.register_fake(lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
 split.register_fake(torch.empty_like)
 load.register_fake(lambda x, weight: torch.empty_like(x))
+look.register_fake(torch.empty_like)
+fill.register_fake(lambda x, table: torch.empty_like(x))
 
 
 def _writing(x: Tensor, weight: Tensor) -> Tensor:
@@ -75,7 +90,17 @@ class Model(nn.Module):
         return product(x, weight)
 
 
-for name in ("early_reads::split", "early_reads::load"):
+class Batch:
+    """Of the forward context: a table of which it says that nothing writes it."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+
+    def never_written(self) -> tuple[Tensor, ...]:
+        return (self.table,)
+
+
+for name in ("early_reads::split", "early_reads::load", "early_reads::look"):
     pg.register_splitting_op(name, capturable=True)
 
 
@@ -112,6 +137,33 @@ def test_weights_that_nothing_writes_are_read_early(full: bool, device: torch.de
 @pytest.mark.parametrize("change", [*CHANGES, "computed"])
 def test_others_are_not(change: str, full: bool, device: torch.device) -> None:
     assert while_captured(change, full, device) == [False, False]
+
+
+@pytest.mark.usefixtures("capturing")
+@pytest.mark.parametrize("kind", ["full", "piecewise", "written"])
+def test_a_full_graph_reads_what_its_context_says_early(kind: str, device: torch.device) -> None:
+    """Unless the model writes it. Between graphs an op reads what kernels in front of it may write."""
+
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(4, device=device))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return look(fill(x, self.table) if kind == "written" else x * 2) + 1
+
+    model = Looking()
+    batch, full = Batch(model.table), kind != "piecewise"
+    compiled = pg.compile(model, compiler="eager", capture_sizes=[4], token_dim={"x": 0})
+    with torch.no_grad():
+        report = pg.capture(
+            compiled,
+            lambda tokens: {"x": torch.ones(tokens, 8, device=device)},
+            context=lambda tokens: {"batch": batch, "full_graph": full},
+            progress=False,
+        )
+    assert [bucket.mode for bucket in report.captured] == ["full" if full else "piecewise"]
+    assert seen[-1] == (kind == "full")
 
 
 def test_nothing_is_read_early_outside_of_a_capture(device: torch.device) -> None:

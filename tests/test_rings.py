@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hopper import RESERVED, SHARED, compiled, sass
+from hopper import RESERVED, SHARED, assert_skips_the_first_wait, compiled, sass
 from hypothesis import given, settings, strategies as st
 from interpreter import INTERPRETED
 from linear_operands import DEVICE, DTYPES, EXAMPLES, operands
@@ -147,15 +147,8 @@ def test_the_weight_comes_before_the_wait_and_x_after_it(tokens: int, config: Ke
 
 
 def assert_waits_first_unless_early(made: Any) -> None:
-    """`early` skips the first wait. A barrier follows each wait for copies: all warps read and fill slots."""
-    lines = (line.split("//")[0].strip() for line in made.asm["ptx"].splitlines())
-    code = "\n".join(line for line in lines if line and not line.startswith((".loc", "$L__tmp")))
-    skip = re.search(
-        r"setp\.ne\.b32\s+(%p\d+), (%r\d+), 0;\n@\1 bra\s+(\S+);\n(?:griddepcontrol\.wait.*\n)\3:", code
-    )
-    number = made.src.fn.arg_names.index("early")
-    assert skip and re.search(rf"ld\.param\.b32\s+{skip[2]}, \[\w+_param_{number}\];", code)
-    assert code.index("griddepcontrol.wait") > skip.start()
+    """And a barrier follows each wait for copies: all warps read and fill slots."""
+    code = assert_skips_the_first_wait(made)
     waits = re.findall(r"cp\.async\.wait_group.*\n(.*)", code)
     assert waits and all(line.startswith("bar.sync") for line in waits)
 

@@ -6,14 +6,19 @@ Note [New tokens]
 The batch's own tokens are read from `k` and `v`, never from the cache, which holds the tokens before them. So
 the launch that reads the cache may also write it. Of the programs that serve the same rows and KV head, the
 one with the last split writes. A request's new tokens may not be another's old ones in the same batch.
+
+Note [Metadata first]
+The batch's metadata alone says what a program computes and where its first tokens lie. In a graph that does
+not write it (Note [Early reads] in early_reads.py) a program reads it while the kernels before still run. q,
+k, v and the cache are read after the wait, and nothing is stored before.
 """
 
 import triton
 import triton.language as tl
 
-from piecewise_graph.kernels.dependent import start_dependent
+from piecewise_graph.kernels.dependent import let_dependents_start, wait, wait_unless
 
-from .split_kernels import combine, first_token, schedule
+from .split_kernels import combine, schedule, tokens_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -34,8 +39,15 @@ def _zero_tail(
 
 
 @triton.jit
+def _pages(table, start, last_old, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of the tokens of a tile, where the cache has them: before `last_old`."""
+    token = start + tl.arange(0, BLOCK_N)
+    return tl.load(table + token // PAGE, mask=token < last_old, other=0)
+
+
+@triton.jit
 def _attend_tiles(
-    acc, best, total, q, lo, hi,
+    acc, best, total, q, lo, hi, next_page,
     k_head, v_head, k_new, v_new, k_row, v_row, table, old,
     position, row_there, column_zero, mask_rows, mask_column, mask_width, scale, softcap, window,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
@@ -44,18 +56,18 @@ def _attend_tiles(
 ):  # fmt: skip
     """Tokens [lo, hi) in tiles, as the online softmax has it; `lo` is the first token of a tile.
 
-    Without MASKED every row sees all of them and hi - lo is a multiple of BLOCK_N.
+    `next_page` holds the pages of the first tile. Without MASKED every row sees all tokens and hi - lo is a
+    multiple of BLOCK_N.
     """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, DIM)
     last_old = tl.minimum(old, hi)
-    next_page = tl.load(table + (lo + n) // PAGE, mask=lo + n < last_old, other=0)
     for start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
         token = start + n
         is_new = token >= old
         page = next_page
         # A tile ahead, so that loads of K and V do not wait for it.
-        next_page = tl.load(table + (token + BLOCK_N) // PAGE, mask=token + BLOCK_N < last_old, other=0)
+        next_page = _pages(table, start + BLOCK_N, last_old, PAGE, BLOCK_N)
         slot = page.to(tl.int64) * PAGE + token % PAGE
         fresh = (token - old).to(tl.int64)
         k_at = tl.where(is_new, k_new + fresh * k_row, k_head + slot * SLOT)
@@ -105,15 +117,15 @@ def _attend_tiles(
 # What may lie anywhere, so that a variant serves every batch: no alignment is assumed of it.
 _LOOSE = ["block_table", "seq_lens", "qo_indptr", "slot_mapping", "tree_mask"]
 _INTEGERS = [
-    "requests", "num_tokens", "table_stride", "mask_request", "mask_row", "mask_column", "mask_width",
-    "target", "min_tiles",
+    "early", "requests", "num_tokens", "table_stride", "mask_request", "mask_row", "mask_column",
+    "mask_width", "target", "min_tiles",
     "q_row", "q_head", "k_row", "k_step", "v_row", "v_step", "out_row", "out_head", "window",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_LOOSE)
 def attend_kernel(
-    block_table, seq_lens, qo_indptr, slot_mapping, tree_mask, partials, counters,
+    early, block_table, seq_lens, qo_indptr, slot_mapping, tree_mask, partials, counters,
     requests, num_tokens, table_stride, mask_request, mask_row, mask_column, mask_width, target, min_tiles,
     k_cache, v_cache,
     q, k, v, out, q_row, q_head, k_row, k_step, v_row, v_step, out_row, out_head, scale, softcap, window,
@@ -127,6 +139,7 @@ def attend_kernel(
     """Attention of a batch, and K and V of its tokens into the cache; see AttentionBatch and AttentionCall.
 
     Args:
+        early: the metadata may be read before the wait (Note [Metadata first]).
         partials: float32, `[items, KV_HEADS, BLOCK_M, DIM]` of partial results, then their
             `[items, KV_HEADS, BLOCK_M, 2]` maxima and sums. counters: int32 `[items, KV_HEADS]`, zeros.
         target: work items aimed at. min_tiles: fewest tiles of BLOCK_N tokens in a split.
@@ -138,27 +151,23 @@ def attend_kernel(
         DEPENDENT: launched as a dependent of the kernel before (Note [Dependent launches] in dependent.py).
     Grid: (KV_HEADS, work items).
     """
-    start_dependent(DEPENDENT)
+    let_dependents_start(DEPENDENT)
+    wait_unless(early, DEPENDENT)
     head = tl.program_id(0)
     item = tl.program_id(1)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     q_row, q_head, out_row, out_head = q_row * UNIT, q_head * UNIT, out_row * UNIT, out_head * UNIT
     k_row, k_step, v_row, v_step = k_row * UNIT, k_step * UNIT, v_row * UNIT, v_step * UNIT
-    if TAIL:
-        _zero_tail(
-            out, qo_indptr, requests, num_tokens, out_row, out_head, head, item,
-            HEAD_DIM, DIM, GROUP, GROUP_POW2,
-        )  # fmt: skip
     request, local, per_split, splits = schedule(
         seq_lens, qo_indptr, requests, target, min_tiles, window, mask_width, item,
         REQUESTS, BLOCK_Q, BLOCK_N, PARTS, SPLIT, TREE, WINDOW,
     )  # fmt: skip
-    if request >= requests:
-        return
-    row_zero = tl.load(qo_indptr + request)
-    rows = tl.load(qo_indptr + request + 1) - row_zero
-    length = tl.load(seq_lens + request)
+    has_item = request < requests
+    row_zero = tl.load(qo_indptr + request, mask=has_item, other=0)
+    rows = tl.load(qo_indptr + request + 1, mask=has_item, other=0) - row_zero
+    length = tl.load(seq_lens + request, mask=has_item, other=0)
     old = tl.maximum(length - rows, 0)
+    splits = tl.maximum(splits, 1)
     block = local // splits
     split = local % splits
     if not SPLIT:
@@ -166,6 +175,28 @@ def attend_kernel(
     first_row = block * BLOCK_Q
     live_rows = tl.minimum(rows - first_row, BLOCK_Q)
 
+    lo, hi = tokens_of(
+        length, rows, first_row, live_rows, split, per_split, window, mask_width,
+        BLOCK_N, SPLIT, TREE, WINDOW,
+    )  # fmt: skip
+    table = block_table + request.to(tl.int64) * table_stride
+    last_old = tl.minimum(old, hi)
+    pages = _pages(table, lo, last_old, PAGE, BLOCK_N)
+    i = tl.arange(0, triton.next_power_of_2(BLOCK_Q))
+    SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
+    writes = (i < live_rows) & (split == splits - 1) & has_item
+    new_row = (row_zero + first_row + i).to(tl.int64)
+    if BLOCK_M <= 32:
+        slot = tl.load(slot_mapping + new_row, mask=writes, other=0).to(tl.int64) * SLOT
+
+    wait(DEPENDENT)
+    if TAIL:
+        _zero_tail(
+            out, qo_indptr, requests, num_tokens, out_row, out_head, head, item,
+            HEAD_DIM, DIM, GROUP, GROUP_POW2,
+        )  # fmt: skip
+    if request >= requests:
+        return
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, DIM)
     row = first_row + m // GROUP
@@ -175,28 +206,20 @@ def attend_kernel(
     q_tile = tl.load(q_at[:, None] + d[None, :], mask=here, other=0.0)
 
     # Note [New tokens]: loaded here and stored at the end, to hide the latency.
-    i = tl.arange(0, triton.next_power_of_2(BLOCK_Q))
-    writes = (i < live_rows) & (split == splits - 1)
-    new_row = (row_zero + first_row + i).to(tl.int64)
     write = writes[:, None] & (d < HEAD_DIM)[None, :]
     k_from = k + head * k_step
     v_from = v + head * v_step
-    SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
     k_head = k_cache + head * HEAD_DIM
     v_head = v_cache + head * HEAD_DIM
     if BLOCK_M <= 32:
-        slot = tl.load(slot_mapping + new_row, mask=writes, other=0).to(tl.int64) * SLOT
         k_write = tl.load(k_from + (new_row * k_row)[:, None] + d[None, :], mask=write)
         v_write = tl.load(v_from + (new_row * v_row)[:, None] + d[None, :], mask=write)
 
-    begin = first_token(length, rows, window, mask_width, BLOCK_N, TREE, WINDOW)
     position = old + row
-    end = tl.minimum(old + first_row + live_rows, length)
     seen_by_all = old + first_row + 1
     column_zero = length - mask_width
     mask_rows = tree_mask
     if TREE:
-        end = length
         seen_by_all = column_zero
         mask_rows = tree_mask + request.to(tl.int64) * mask_request + row * mask_row
         if WINDOW:
@@ -206,33 +229,24 @@ def attend_kernel(
                 there = row_there[:, None] & (low + n < mask_width)[None, :]
                 drawn = mask_rows[:, None] + (low + n)[None, :] * mask_column
                 position += tl.sum(tl.load(drawn, mask=there, other=0).to(tl.int32), 1)
-    elif WINDOW:
-        begin = tl.maximum(begin, tl.maximum(old + first_row - window + 1, 0) // BLOCK_N * BLOCK_N)
-    lo = begin
-    hi = end
-    if SPLIT:
-        request_begin = first_token(length, rows, window, mask_width, BLOCK_N, TREE, WINDOW)
-        lo = request_begin + split * per_split * BLOCK_N
-        hi = tl.minimum(lo + per_split * BLOCK_N, end)
-        lo = tl.maximum(lo, begin)
 
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    table = block_table + request.to(tl.int64) * table_stride
     k_new = k_from + row_zero.to(tl.int64) * k_row
     v_new = v_from + row_zero.to(tl.int64) * v_row
     if UNMASKED:
         bound = lo + tl.maximum(tl.minimum(seen_by_all, hi) - lo, 0) // BLOCK_N * BLOCK_N
         acc, best, total = _attend_tiles(
-            acc, best, total, q_tile, lo, bound,
+            acc, best, total, q_tile, lo, bound, pages,
             k_head, v_head, k_new, v_new, k_row, v_row, table, old,
             position, row_there, column_zero, mask_rows, mask_column, mask_width, scale, softcap, window,
             HEAD_DIM, DIM, PAGE, SLOT, BLOCK_M, BLOCK_N, PRECISION, STAGES, False, TREE, WINDOW, SOFTCAP,
         )  # fmt: skip
         lo = bound
+        pages = _pages(table, lo, last_old, PAGE, BLOCK_N)
     acc, best, total = _attend_tiles(
-        acc, best, total, q_tile, lo, hi,
+        acc, best, total, q_tile, lo, hi, pages,
         k_head, v_head, k_new, v_new, k_row, v_row, table, old,
         position, row_there, column_zero, mask_rows, mask_column, mask_width, scale, softcap, window,
         HEAD_DIM, DIM, PAGE, SLOT, BLOCK_M, BLOCK_N, PRECISION, STAGES, True, TREE, WINDOW, SOFTCAP,

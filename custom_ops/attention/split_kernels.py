@@ -68,6 +68,27 @@ def first_token(
 
 
 @triton.jit
+def tokens_of(
+    length, rows, first_row, live_rows, split, per_split, window, mask_width,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The tokens [lo, hi) of a work item: those of its split that one of its rows may see."""
+    begin = first_token(length, rows, window, mask_width, BLOCK_N, TREE, WINDOW)
+    position = tl.maximum(length - rows, 0) + first_row
+    lo = begin
+    hi = length
+    if not TREE:
+        hi = tl.minimum(position + live_rows, length)
+        if WINDOW:
+            lo = tl.maximum(begin, tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N)
+    if SPLIT:
+        part = begin + split * per_split * BLOCK_N
+        lo = tl.maximum(part, lo)
+        hi = tl.minimum(part + per_split * BLOCK_N, hi)
+    return lo, hi
+
+
+@triton.jit
 def combine(
     out_base, out_row, out_head, partials, statistics, first, count, splits, stride,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,

@@ -21,6 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
+from piecewise_graph.kernels.early_reads import may_read_early
 from piecewise_graph.kernels.launch import (
     Enqueue,
     Grid,
@@ -67,6 +68,7 @@ class State:
         args: the arguments that belong to the batch.
         layers: per layer K and V cache, as arguments.
         tensors: `args` holds the addresses of these.
+        metadata: those that the kernel reads before it waits, where nothing writes them.
     """
 
     config: Config
@@ -74,6 +76,7 @@ class State:
     args: tuple[Any, ...]
     layers: tuple[tuple[Any, Any], ...]
     tensors: tuple[Tensor, ...]
+    metadata: tuple[Tensor, ...]
 
 
 _config = lru_cache(maxsize=1024)(Config)
@@ -105,7 +108,14 @@ def prepare(batch: AttentionBatch, call: AttentionCall) -> State:
         tiled.min_tiles,
     )  # fmt: skip
     args = (*map(address, tensors), *integers)
-    return State(config, (traits.kv_heads, tiled.items, 1), args, _layers(batch.kv_cache), tensors)
+    return State(
+        config,
+        (traits.kv_heads, tiled.items, 1),
+        args,
+        _layers(batch.kv_cache),
+        tensors,
+        batch.never_written(),
+    )
 
 
 def attend(batch: AttentionBatch, state: State, call: AttentionCall) -> None:
@@ -114,7 +124,8 @@ def attend(batch: AttentionBatch, state: State, call: AttentionCall) -> None:
     if entry is None:
         entry = call.memo[state.config] = _entry(batch, state, call)
     enqueue, args = entry
-    enqueue(state.grid, state.args + state.layers[call.layer] + args)
+    early = int(may_read_early(state.metadata))
+    enqueue(state.grid, (early,) + state.args + state.layers[call.layer] + args)
 
 
 def compile_ahead(batch: AttentionBatch, state: State, call: AttentionCall) -> None:
@@ -149,7 +160,7 @@ def _arguments(
     constants = (*state.config.constants, unit, state.config.launcher.dependent)
     integers, kv_cache = state.args[len(state.tensors) :], batch.kv_cache
     cached = kv_cache.k[call.layer], kv_cache.v[call.layer]
-    return (*state.tensors, *integers, *cached, *own), constants, own
+    return (0, *state.tensors, *integers, *cached, *own), constants, own
 
 
 def _constants(batch: AttentionBatch, traits: Traits, tiling: Tiling) -> tuple[Any, ...]:

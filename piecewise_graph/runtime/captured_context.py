@@ -95,6 +95,12 @@ def check_tokens(context: ForwardContext, num_tokens: int) -> None:
             check(num_tokens)
 
 
+def never_written(context: ForwardContext) -> list[Tensor]:
+    """Tensors of which what is in the context says that no op of a graph writes them."""
+    said = (value.never_written() for value in context.fields.values() if hasattr(value, "never_written"))
+    return [tensor for tensors in said for tensor in tensors]
+
+
 def _is_same(found: object, captured: object) -> bool:
     """Constants are compared by type and value, tensors by what they address, all else by identity."""
     if found is captured:
