@@ -195,6 +195,7 @@ def test_the_marks_of_our_engine() -> None:
         "bench_vllm_load_8b",
         "bench_vllm_load_8b_backend_h200",
         "bench_vllm_load_8b_h200",
+        "bench_vllm_load_8b_many_h200",
     ],
 )
 def test_the_table_is_made_from_the_results(name: str, capsys: pytest.CaptureFixture[str]) -> None:
