@@ -75,8 +75,8 @@ class forward_context(ContextDecorator):
         fields: what the ops read. Under `full_graph`, tensors and objects that hold tensors must be the same
             objects at every replay of a bucket and key; write into them in place. The method
             `check_tokens(num_tokens)` of an object that has one is called before each such replay, and may
-            refuse by raising. Tensors that its method `never_written()` returns may be read before the
-            kernels in front are done; nothing in the forward may write them.
+            refuse by raising. Tensors that its method `unwritten_in_forward()` returns may be read before the
+            kernels in front are done; nothing in the forward may write them unseen.
 
     Raises:
         ContextError: a field or the key cannot be what it is; on entering, a forward context is active.

@@ -208,4 +208,4 @@ def test_what_no_op_writes_is_what_says_which_tokens_there_are() -> None:
     """Not the cache, which attention writes, and not the tree, which it reads after the kernels before."""
     batch = case_of(TREE).batch
     named = [batch.block_table, batch.seq_lens, batch.qo_indptr, batch.slot_mapping]
-    assert list(map(id, batch.never_written())) == list(map(id, named))
+    assert list(map(id, batch.unwritten_in_forward())) == list(map(id, named))

@@ -157,7 +157,7 @@ class TestKernels:
             for each in [(267,) * 4, *lengths]
         ]  # fmt: skip
         frame, *cases = (case_of(shape, dtype, seed) for seed, shape in enumerate(shapes))
-        with unwritten(frame.batch.never_written() if early else ()):
+        with unwritten(frame.batch.unwritten_in_forward() if early else ()):
             replay = captured(frame)
         for case in (*cases, cases[0]):
             pour(case, frame)
@@ -166,7 +166,7 @@ class TestKernels:
             assert (found - wanted).norm() < TOLERANCE[dtype] * wanted.norm()
 
     @pytest.mark.parametrize("rows", [0, 3])
-    def test_a_batch_without_a_request_leaves_zeros(self, rows: int) -> None:
+    def test_a_request_without_rows_leaves_zeros_and_the_cache_as_it_was(self, rows: int) -> None:
         case = with_padding(case_of(Shape(((0, 0),))), rows, beyond=1)
         before = case.batch.kv_cache.k[1].clone()
         serve(case.batch, case.call, captured=False)
@@ -185,7 +185,7 @@ class TestKernels:
         state = state_of(case)
         case.call.memo[state.config] = (lambda grid, args: told.append(args[0]), ())
         monkeypatch.setattr(early_reads, "_is_capturing", lambda: True)
-        named = [tensor for i, tensor in enumerate(case.batch.never_written()) if i != left]
+        named = [tensor for i, tensor in enumerate(case.batch.unwritten_in_forward()) if i != left]
         with unwritten(named):
             attend(case.batch, state, case.call)
         attend(case.batch, state, case.call)
@@ -260,35 +260,47 @@ class TestCompiled:
         check(case_of(SHAPES[name], torch.bfloat16), TOLERANCE[torch.bfloat16])
 
     @pytest.mark.parametrize("rows", [1, 6])
-    def test_a_chain_that_reads_early_answers_as_one_that_waits(self, rows: int) -> None:
+    def test_a_chain_that_reads_early_answers_as_one_that_waits(
+        self, rows: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Each starts while the kernel before runs, whose result is its q. Lengths change between replays."""
+        from piecewise_graph.custom_ops.attention import triton_attention
+
+        told: list[bool] = []
+        ask = early_reads.may_read_early
+        monkeypatch.setattr(
+            triton_attention, "may_read_early", lambda read: told.append(ask(read)) or told[-1]
+        )
+        lengths = [(4000,) * 4, (128, 1, 0, 300), (4000, 0, 7, 2000), (1, 2, 3, 4)]
         shapes = [
-            Shape(
-                tuple((total, rows if total else 0) for total in each),
-                32,
-                8,
-                128,
-                uniform=True,
-                max_seq_len=4096,
-            )
-            for each in [(4000,) * 4, (128, 1, 0, 300), (4000, 0, 7, 2000), (1, 2, 3, 4)]
+            Shape(tuple((n, rows if n else 0) for n in each), 32, 8, 128, uniform=True, max_seq_len=4096)
+            for each in lengths
         ]
         frame, *cases = (case_of(shape, torch.bfloat16, seed) for seed, shape in enumerate(shapes))
-        found: dict[bool, Tensor] = {}
+        chains = {early: chain_of(frame, 8) for early in (False, True)}
         replays = {}
-        for early in (False, True):
-            q = frame.call.q
-            calls = []
-            for _ in range(8):
-                calls.append(dataclasses.replace(frame.call, q=q, out=torch.empty_like(q)))
-                q = found[early] = calls[-1].out
-            with unwritten(frame.batch.never_written() if early else ()):
+        for early, calls in chains.items():
+            with unwritten(frame.batch.unwritten_in_forward() if early else ()):
                 replays[early] = captured(frame, *calls)
-        for case in cases * 10:
+            assert told[-len(calls) :] == [early] * len(calls)
+        for case, wanted in [(case, expected(case)) for case in cases] * 10:
             pour(case, frame)
-            for replay in replays.values():
+            for early, replay in replays.items():
+                for call in chains[early]:
+                    call.out.fill_(777.0)
                 replay()
-            assert torch.equal(found[True], found[False])
+            assert torch.equal(chains[True][-1].out, chains[False][-1].out)
+            found = chains[True][0].out.double().cpu()
+            assert (found - wanted).norm() < TOLERANCE[torch.bfloat16] * wanted.norm()
+
+
+def chain_of(case: Case, length: int) -> list[AttentionCall]:
+    """Calls like that of `case`, each with the result of the one before as its q."""
+    calls, q = list[AttentionCall](), case.call.q
+    for _ in range(length):
+        calls.append(dataclasses.replace(case.call, q=q, out=torch.empty_like(q)))
+        q = calls[-1].out
+    return calls
 
 
 def captured(case: Case, *calls: AttentionCall) -> Callable[[], None]:

@@ -96,7 +96,7 @@ class Batch:
     def __init__(self, table: Tensor) -> None:
         self.table = table
 
-    def never_written(self) -> tuple[Tensor, ...]:
+    def unwritten_in_forward(self) -> tuple[Tensor, ...]:
         return (self.table,)
 
 
@@ -140,7 +140,7 @@ def test_others_are_not(change: str, full: bool, device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("capturing")
-@pytest.mark.parametrize("kind", ["full", "piecewise", "written"])
+@pytest.mark.parametrize("kind", ["full", "piecewise", "written", "in place", "written in place"])
 def test_a_full_graph_reads_what_its_context_says_early(kind: str, device: torch.device) -> None:
     """Unless the model writes it. Between graphs an op reads what kernels in front of it may write."""
 
@@ -150,11 +150,16 @@ def test_a_full_graph_reads_what_its_context_says_early(kind: str, device: torch
             self.register_buffer("table", torch.zeros(4, device=device))
 
         def forward(self, x: Tensor) -> Tensor:
-            return look(fill(x, self.table) if kind == "written" else x * 2) + 1
+            return look(fill(x, self.table) if "written" in kind else x * 2) + 1
 
     model = Looking()
     batch, full = Batch(model.table), kind != "piecewise"
     compiled = pg.compile(model, compiler="eager", capture_sizes=[4], token_dim={"x": 0})
+    if "in place" in kind:
+        with torch.no_grad(), pg.forward_context(batch=batch):
+            pg.capture_in_place(compiled, torch.ones(4, 8, device=device))
+        assert seen[-1] == (kind == "in place")
+        return
     with torch.no_grad():
         report = pg.capture(
             compiled,

@@ -9,14 +9,14 @@ one with the last split writes. A request's new tokens may not be another's old 
 
 Note [Metadata first]
 The batch's metadata alone says what a program computes and where its first tokens lie. In a graph that does
-not write it (Note [Early reads] in early_reads.py) a program reads it while the kernels before still run. q,
-k, v and the cache are read after the wait, and nothing is stored before.
+not write it (Note [Early reads] in early_reads.py) a program reads it while the kernels before still run. All
+else (q, k, v, the cache, a tree) is read after the wait, and nothing is stored before.
 """
 
 import triton
 import triton.language as tl
 
-from piecewise_graph.kernels.dependent import let_dependents_start, wait, wait_unless
+from piecewise_graph.kernels.dependent import let_dependents_start, wait
 
 from .split_kernels import combine, schedule, tokens_of
 
@@ -152,7 +152,8 @@ def attend_kernel(
     Grid: (KV_HEADS, work items).
     """
     let_dependents_start(DEPENDENT)
-    wait_unless(early, DEPENDENT)
+    if early == 0:
+        wait(DEPENDENT)
     head = tl.program_id(0)
     item = tl.program_id(1)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -162,7 +163,7 @@ def attend_kernel(
         seq_lens, qo_indptr, requests, target, min_tiles, window, mask_width, item,
         REQUESTS, BLOCK_Q, BLOCK_N, PARTS, SPLIT, TREE, WINDOW,
     )  # fmt: skip
-    has_item = request < requests
+    has_item = request < requests  # a program without one has no rows and no tokens: it loads nothing below
     row_zero = tl.load(qo_indptr + request, mask=has_item, other=0)
     rows = tl.load(qo_indptr + request + 1, mask=has_item, other=0) - row_zero
     length = tl.load(seq_lens + request, mask=has_item, other=0)

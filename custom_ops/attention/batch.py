@@ -88,8 +88,8 @@ class AttentionBatch:
         made.expected_tokens = self.expected_tokens
         return made
 
-    def never_written(self) -> tuple[Tensor, ...]:
-        """What no op of a forward under this batch writes: a full graph reads it early (early_reads.py)."""
+    def unwritten_in_forward(self) -> tuple[Tensor, ...]:
+        """What no op of a forward under this batch writes unseen; graphs of it read that early."""
         return self.block_table, self.seq_lens, self.qo_indptr, self.slot_mapping
 
     def check_tokens(self, num_tokens: int) -> None:

@@ -6,7 +6,7 @@ that a tile of BLOCK_M packed rows shares every K and V that it loads. A work it
 split of the request's tokens.
 The number of items follows from the lengths, which only the device knows. Every program reads all lengths, as
 one vector, and finds its item by a prefix sum. The host launches as many programs as any lengths within the
-batch's bounds could need; a program without an item ends at once. So a graph captured for long contexts stays
+batch's bounds could need; a program without an item does nothing. So a graph captured for long contexts stays
 fast on short ones, and a long request beside short ones gets its share of the programs.
 
 Note [Last arriver]

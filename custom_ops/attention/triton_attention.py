@@ -99,23 +99,14 @@ def prepare(batch: AttentionBatch, call: AttentionCall) -> State:
     config = _config(launcher, _constants(batch, traits, tiled.tiling))
     drawn = batch.seq_lens if mask is None else mask.view(torch.uint8)
     mask_sizes = (0, 0, 0, 0) if mask is None else (*mask.stride(), mask.shape[2])
-    tensors = (
-        batch.block_table, batch.seq_lens, batch.qo_indptr, batch.slot_mapping, drawn,
-        *_workspace(batch.kv_cache, tiled),
-    )  # fmt: skip
+    metadata = batch.block_table, batch.seq_lens, batch.qo_indptr, batch.slot_mapping
+    tensors = (*metadata, drawn, *_workspace(batch.kv_cache, tiled))
     integers = (
         batch.num_requests, batch.num_tokens, batch.block_table.stride(0), *mask_sizes, tiled.target,
         tiled.min_tiles,
     )  # fmt: skip
     args = (*map(address, tensors), *integers)
-    return State(
-        config,
-        (traits.kv_heads, tiled.items, 1),
-        args,
-        _layers(batch.kv_cache),
-        tensors,
-        batch.never_written(),
-    )
+    return State(config, (traits.kv_heads, tiled.items, 1), args, _layers(batch.kv_cache), tensors, metadata)
 
 
 def attend(batch: AttentionBatch, state: State, call: AttentionCall) -> None:

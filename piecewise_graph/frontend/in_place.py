@@ -15,7 +15,7 @@ from piecewise_graph.errors import CaptureError
 from piecewise_graph.frontend.frozen_trace import Observed, observe
 from piecewise_graph.frontend.state_lookup import state_of
 from piecewise_graph.recorder.mode import FULL
-from piecewise_graph.runtime.captured_context import CapturedContext, check_tokens
+from piecewise_graph.runtime.captured_context import CapturedContext, check_tokens, unwritten_in_forward
 from piecewise_graph.runtime.model_state import ModelState
 from piecewise_graph.runtime.side_channel import Purpose
 from piecewise_graph.sizes import overwrite
@@ -75,10 +75,9 @@ class InPlaceGraph:
         self._leaves, self._structure = list[Any](), None
         self._is_captured, self._look_inside = False, True
         name = "the call captured in place"
-        weights = [x for _, x in program.bound_arguments(program.with_merged(seen.args))]
-        self._graph = runtime.pool.capture_call(
-            self._run, device=program.device, name=name, unwritten=weights
-        )
+        read = [x for _, x in program.bound_arguments(program.with_merged(seen.args))]
+        read += unwritten_in_forward(context)
+        self._graph = runtime.pool.capture_call(self._run, device=program.device, name=name, unwritten=read)
         self._is_captured = True
         counters.add("captures")
 

@@ -41,14 +41,6 @@ def wait(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def wait_unless(early, DEPENDENT: tl.constexpr):
-    """`wait` where `early` is 0. Else the caller waits later (Note [Early reads] in early_reads.py)."""
-    if DEPENDENT:  # noqa: SIM102 - a constant, unlike the next
-        if early == 0:
-            wait(DEPENDENT)
-
-
-@triton.jit
 def prefetch(lines):
     """Ask for lines of memory, by pointers into them, before the wait.
 

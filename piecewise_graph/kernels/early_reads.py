@@ -4,7 +4,8 @@ Note [Early reads]
 A kernel that is launched as a dependent (Note [Dependent launches] in dependent.py) starts while kernels in
 front of it run, up to the first one of its graph. What they write it reads only after it has waited. What
 none of them writes it may read at once, while the memory would idle. An op does not know what runs in front
-of it. Who captures a graph does, and says so for the time of the capture. A replay begins after all work
+of it. Who captures a graph does, and says so for the time of the capture; of what ops find in the forward
+context, the context does. A replay begins after all work
 before it on its stream, so what is written between two replays does not matter. Outside of a capture nothing
 is read early.
 """

@@ -21,7 +21,7 @@ from piecewise_graph.recorder.rehearse import is_rehearsed, rehearse
 from piecewise_graph.recorder.tape import ReplayTape
 from piecewise_graph.recorder.uncapturable import uncapturable_nodes
 from piecewise_graph.recorder.workspace import Workspace
-from piecewise_graph.runtime.captured_context import CapturedContext, never_written
+from piecewise_graph.runtime.captured_context import CapturedContext, unwritten_in_forward
 from piecewise_graph.runtime.replay import CapturedBucket
 from piecewise_graph.runtime.tapes import TapeSet
 
@@ -88,7 +88,7 @@ def capture_bucket(
     measured = _Measured(workspace.pool, tapes, planned)
     read = [tensor for _, tensor in program.bound_arguments(args)]
     if tapes.mode.one_graph:
-        read += never_written(context)
+        read += unwritten_in_forward(context)
     with workspace.pool.session(), unwritten(read, but=program.written_tensors(args)):
         if rehearsed and not (padded or tapes.mode.one_graph) and is_rehearsed(workspace, bucket):
             tape = _recorded_unrehearsed(workspace, tapes, args, num_tokens, bucket)

@@ -95,10 +95,10 @@ def check_tokens(context: ForwardContext, num_tokens: int) -> None:
             check(num_tokens)
 
 
-def never_written(context: ForwardContext) -> list[Tensor]:
-    """Tensors of which what is in the context says that no op of a graph writes them."""
-    said = (value.never_written() for value in context.fields.values() if hasattr(value, "never_written"))
-    return [tensor for tensors in said for tensor in tensors]
+def unwritten_in_forward(context: ForwardContext) -> list[Tensor]:
+    """Tensors of which objects in the context say that no op writes them unseen."""
+    values = [value for value in context.fields.values() if hasattr(value, "unwritten_in_forward")]
+    return [tensor for value in values for tensor in value.unwritten_in_forward()]
 
 
 def _is_same(found: object, captured: object) -> bool:
