@@ -13,7 +13,6 @@ from attention_cases import Case, Shape, check, expected, make_case
 from hypothesis import given, settings, strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from test_attention import SHAPES, shapes
-from torch import Tensor
 
 from piecewise_graph.custom_ops.attention import AttentionBatch
 from piecewise_graph.custom_ops.attention.call import AttentionCall
