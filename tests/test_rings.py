@@ -221,7 +221,7 @@ class TestOnHopper:
             near(hidden, residual.double() + linear, torch.bfloat16)
             near(scaled, hidden.double() * gain.double(), torch.bfloat16)
             exact = hidden.double().square().sum(1)
-            torch.testing.assert_close(squares.double().sum(0), exact, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(squares.double().sum(0), exact, rtol=1.3e-6, atol=1e-6)
 
     @pytest.mark.parametrize("columns, first", [(512, 1), (500, 0), (520, 0)])
     def test_rows_that_are_not_aligned_have_other_blocks(self, columns: int, first: int) -> None:
