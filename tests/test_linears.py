@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hopper import compiled
 from hypothesis import given, strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from linear_operands import DTYPES, EXAMPLES, TOLERANCE, operands
@@ -256,3 +257,14 @@ class TestChoosing:
         x, weight, _ = operands(1, 512, 512, DTYPES[0])
         linears(x, [weight], [None])
         assert not served
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiled kernels only")
+def test_a_swiglu_of_many_rows_reads_16_bytes_at_a_time() -> None:
+    """In code for Hopper. The last elements, of a program that has not its full number, come one by one."""
+    pytest.importorskip("triton")
+    from piecewise_graph.kernels.linear.linear_kernels import silu_times
+
+    code = compiled(silu_times, ["*bf16"] * 3 + ["i32"], (1024, True), num_warps=4).asm["ptx"]
+    assert code.count("ld.global.v4.b32") == 2 and code.count("st.global.v4.b32") == 1
+    assert code.count("ld.global.b16") == 2 * code.count("st.global.b16") == 16
