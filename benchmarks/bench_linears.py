@@ -36,6 +36,8 @@ from piecewise_graph.kernels.early_reads import unwritten
 from piecewise_graph.kernels.launch import multiprocessors
 from piecewise_graph.kernels.linear import MAX_TOKENS, linear_launch
 from piecewise_graph.kernels.linear.kernel_configs import (
+    IN_TILES,
+    MANY_TOKENS,
     PLAIN,
     RING_TOKENS,
     SHARED_MEMORY,
@@ -119,6 +121,9 @@ def others(tokens: int, rings: bool) -> Iterator[KernelConfig | None]:
     if rings and tokens <= RING_TOKENS:
         yield from rings_of(tokens)
         yield PLAIN
+        return
+    if tokens > MANY_TOKENS:
+        yield from dict.fromkeys((*IN_TILES[False], *IN_TILES[True]))
         return
     forms = [KernelConfig(64, 128, 1, 4, 0), KernelConfig(128, 64, 1, 4, 0)]
     if tokens > MAX_TOKENS:

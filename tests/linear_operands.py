@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import settings
 from interpreter import INTERPRETED
 from torch import Tensor
+
+from piecewise_graph.kernels.linear import linear_op
+from piecewise_graph.kernels.linear.kernel_configs import sizes_in_tiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = settings(max_examples=15 if INTERPRETED else 60)
@@ -26,3 +33,17 @@ def norm(hidden: Tensor, gain: Tensor) -> Tensor:
     wide = hidden.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
     return gain * wide.to(hidden.dtype)
+
+
+def sizes_that_stand_for_more(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Filled while kernels are compiled ahead, for a device of 24 multiprocessors."""
+    found = set[int]()
+
+    def noted(rows: Sequence[int], **given: Any) -> list[int]:
+        sizes = sizes_in_tiles(rows, **given)
+        found.update(sizes)
+        return sizes
+
+    monkeypatch.setattr(linear_op, "sizes_in_tiles", noted)
+    monkeypatch.setattr(linear_op, "multiprocessors", lambda device: 24)
+    return found

@@ -14,7 +14,7 @@ from attention_cases import CPU, Shape, make_case
 from eagle_engine_cases import PLAIN, make
 from hypothesis import given, strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
-from linear_operands import DEVICE, DTYPES, EXAMPLES, operands
+from linear_operands import DEVICE, DTYPES, EXAMPLES, operands, sizes_that_stand_for_more
 from metadata_cases import random_batch
 from test_attention import shapes
 from torch._subclasses import FakeTensorMode
@@ -35,7 +35,7 @@ from piecewise_graph.kernels import launch
 from piecewise_graph.kernels.launch import Launcher
 from piecewise_graph.kernels.linear import linear_op
 
-MORE = 131  # rows that no graph of a case has
+MORE = st.integers(131, 700)  # rows that no graph of a case has
 
 
 @starts_the_interpreter
@@ -89,8 +89,7 @@ def test_a_variant_that_does_not_compile_raises_where_it_is_asked_for(kernel: Ke
             launcher.variant([x], 1)
     kernel.fails = False
     assert launcher.variant([x], 1) == "variant of 1"
-    here = threading.current_thread()
-    assert sum(thread is here for thread in kernel.threads) == 3
+    assert sum(thread is threading.current_thread() for thread in kernel.threads) == 3
 
 
 class Asked:
@@ -128,23 +127,24 @@ class TestKernels:
         st.sampled_from([*DTYPES, torch.float32]),
         st.booleans(),
         st.booleans(),
+        MORE,
     )
     def test_linears_of_a_segment(
         self, sizes: set[int], rows: list[int], columns: int, bias: bool, dtype: torch.dtype, gated: bool,
-        one_order: bool,
+        one_order: bool, more: int,
     ) -> None:  # fmt: skip
         with pytest.MonkeyPatch.context() as monkeypatch, deterministic(one_order):
-            asked = Asked(monkeypatch)
+            asked, larger = Asked(monkeypatch), sizes_that_stand_for_more(monkeypatch)
             gm, tensors = _segment(rows[:1] * 2 if gated else rows, columns, bias, dtype, gated)
             compile_kernels_ahead(gm, sorted(sizes))
-            for size in sizes | {MORE}:
+            for size in sizes | larger | {more}:
                 gm(operands(size, 1, columns, dtype)[0], *tensors)
             assert asked.used == asked.ahead
 
     @EXAMPLES
     @given(
         st.sets(st.sampled_from([0, 1, 2, 17, 33, 70, 128]), min_size=1, max_size=2),
-        st.sampled_from([[512], [256, 17, 17, 17]]),
+        st.sampled_from([[512], [512, 17, 17, 17]]),
         st.sampled_from([64, 528]),
         st.sampled_from([64, 512]),
         st.booleans(),
@@ -152,21 +152,22 @@ class TestKernels:
         st.booleans(),
         st.booleans(),
         st.booleans(),
+        MORE,
     )
     def test_norms_of_a_segment(
         self, sizes: set[int], after: list[int], columns: int, rows: int, bias: bool, dtype: torch.dtype,
-        gated: bool, one_order: bool, hopper: bool,
+        gated: bool, one_order: bool, hopper: bool, more: int,
     ) -> None:  # fmt: skip
         """Between linears of few rows there is no kernel for them, between others there is."""
         with pytest.MonkeyPatch.context() as monkeypatch, deterministic(one_order):
-            asked = Asked(monkeypatch)
+            asked, larger = Asked(monkeypatch), sizes_that_stand_for_more(monkeypatch)
             gm, tensors = _normed_segment(
                 after[:1] * 2 if gated else after, columns, rows, bias, dtype, gated
             )
             if not hopper:
                 monkeypatch.setattr(linear_op, "serves", lambda x: False)
             compile_norms_ahead(gm, sorted(sizes))
-            for size in sizes | {MORE}:
+            for size in sizes | larger | {more}:
                 x, residual = (operands(size, 1, wide, dtype)[0] for wide in (columns, rows))
                 gm(x, residual, *tensors)
             assert asked.used == asked.ahead

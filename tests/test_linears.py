@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import piecewise_graph as pg
-from piecewise_graph.kernels.linear import MAX_TOKENS, linear_op, linears, swiglu
-from piecewise_graph.kernels.linear.kernel_configs import usual_config
+from piecewise_graph.kernels.linear import MAX_TOKENS, linear_launch, linear_op, linears, swiglu
+from piecewise_graph.kernels.linear.kernel_configs import sizes_in_tiles, usual_config
 
 
 @pytest.mark.slow
@@ -54,6 +55,10 @@ RULES = [
     (65, False, (256, 200, 57), 528, 8, "128 64 1 4 5 1 4 0"),
     (128, True, (256, 256), 528, 5, "128 64 1 4 5 1 4 0"),
     (128, True, (256, 256), 528, 3, "128 64 1 4 3 1 4 0"),
+    (129, False, (256, 200, 57), 528, 15, "128 64 1 4 5 1 4 64"),
+    (129, False, (256, 200, 57), 528, 10, "128 64 1 8 5 1 4 128"),
+    (129, True, (256, 256), 528, 12, "128 64 1 4 5 1 4 64"),
+    (129, True, (256, 256), 528, 8, "128 64 1 4 4 1 4 128"),
 ]  # fmt: skip
 
 
@@ -125,7 +130,7 @@ class TestChoosing:
     def test_what_is_left_to_the_library(self) -> None:
         """Columns that are not aligned; at many rows of x, few rows of a weight that are long; one weight."""
         given = ((4, [4096], 1000), (1, [4096], 4104), (4, [4096], 112), (4, [496], 512), (33, [2048], 4096))
-        given += ((65, [4096], 512), (65, [8192, 8768], 512), (129, [512, 512], 512), (65, [1024, 256], 8192))
+        given += ((65, [4096], 512), (65, [8192, 8768], 512), (129, [4096], 512), (65, [1024, 256], 8192))
         assert all(usual_config(tokens, rows, columns) is None for tokens, rows, columns in given)
         assert usual_config(33, [2048], 4080) and usual_config(32, [2048], 4096)
         assert usual_config(65, [8192, 8704], 512)
@@ -137,6 +142,33 @@ class TestChoosing:
         config = usual_config(128, [wide, wide], 4096, gated=True)
         assert config is not None and (config.block_n, config.stages) == (128, stages)
         assert usual_config(128, [16960, 16960], 4096, gated=True) is None
+
+    @given(
+        st.lists(st.integers(200, 9000), min_size=1, max_size=3),
+        st.booleans(),
+        st.integers(1, 200),
+        st.integers(129, 9000),
+    )
+    def test_more_rows_are_ours_while_one_round_holds_all_programs(
+        self, rows: list[int], gated: bool, processors: int, tokens: int
+    ) -> None:
+        """One size stands for each of the choices that there are, so that all kernels are compiled ahead."""
+        rows = [rows[0] + 400] * 2 if gated else [rows[0] + 400, *rows[1:]]
+        choose = partial(usual_config, rows=rows, columns=512, gated=gated, processors=processors)
+        config, choices = (
+            choose(tokens),
+            map(choose, sizes_in_tiles(rows, gated=gated, processors=processors)),
+        )
+        assert config in choices
+        if config is None:
+            tiles = -(-tokens // 128)
+            assert (
+                len(rows) == 1
+                or tiles * sum(-(-n // 128) for n in ([sum(rows)] if gated else rows)) > processors
+            )
+        else:
+            blocks = sum(linear_launch.blocks_of(config, n) for n in ([sum(rows)] if gated else rows))
+            assert blocks * -(-tokens // config.tile) <= processors
 
     @EXAMPLES
     @given(
@@ -202,14 +234,14 @@ class TestChoosing:
         assert linears(x[:, :0].expand(3, 0), [none], [None])[0].eq(0).all()
 
     def test_few_rows_have_kernels_of_ours(self, served: list[tuple[int, int]]) -> None:
-        for tokens in (129, 128, MAX_TOKENS + 1, MAX_TOKENS, 2, 1, 0):
+        for tokens in (2200, 300, 128, MAX_TOKENS + 1, MAX_TOKENS, 2, 1, 0):
             x, weight, bias = operands(tokens, 512, 128, DTYPES[0])
             linears(x, [weight, weight], [None, None])
             if tokens > MAX_TOKENS:
                 linears(x, [weight], [None])
             linears(x, [weight, weight], [None, bias])  # one launch adds all biases or none
             linears(x, [weight.t().contiguous().t()], [None])  # strided weights are the library's
-        assert served == [(tokens, 2) for tokens in (128, MAX_TOKENS + 1, MAX_TOKENS, 2, 1)]
+        assert served == [(tokens, 2) for tokens in (300, 128, MAX_TOKENS + 1, MAX_TOKENS, 2, 1)]
 
     def test_compiled_code_of_all_sizes_asks_at_each_call(self, served: list[tuple[int, int]]) -> None:
         _, weight, bias = operands(1, 512, 128, DTYPES[0])
@@ -224,7 +256,8 @@ class TestChoosing:
             for tokens in (4, 1, 3, 130):
                 x = operands(tokens, 1, 128, DTYPES[0])[0]
                 torch.testing.assert_close(fast(x), model(x), rtol=2e-2, atol=6e-2)
-        assert {tokens for tokens, _ in served} >= {1, 4} and not any(t > 128 for t, _ in served)
+        assert {tokens for tokens, _ in served} >= {1, 4}
+        assert {members for tokens, members in served if tokens > 128} == {2}
         assert {members for _, members in served} == {1, 2}
 
     @pytest.mark.parametrize("case", ["rows", "columns", "halves"])

@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 MAX_TOKENS = 64  # rows of x that every kernel serves
-MANY_TOKENS = 128  # rows of x that a launch for several weights serves
+MANY_TOKENS = 128  # rows of x that a launch for several weights serves without cutting them in tiles
 ALIGNMENT = 16  # columns; of a multiple of them the kernels load 16 bytes at a time
 PROCESSORS = 132  # of an H100 or H200
 _FULL = 0.8  # of the places of all rounds; between 0.75 and 0.82 of those measured
@@ -54,6 +54,11 @@ PLAIN = KernelConfig(64, 128, 1, 4, 5)  # for up to MAX_TOKENS rows of x, where 
 # Blocks that serve any number of rows, each row alike, so that its sums have one order in all batches.
 # Source: H. He, "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025).
 INVARIANT = PLAIN._replace(tile=MAX_TOKENS)
+# Of programs that each compute some rows of x, by whether the weights are of a SwiGLU; small tiles first.
+IN_TILES = {
+    False: (KernelConfig(128, 64, 1, 4, 5, tile=64), KernelConfig(128, 64, 1, 8, 5, tile=128)),
+    True: (KernelConfig(128, 64, 1, 4, 5, tile=64), KernelConfig(128, 64, 1, 4, 4, tile=128)),
+}
 _ONE_ROW = [KernelConfig(n, k, 1, 4, 1) for k in (1024, 2048) for n in (1, 2, 4, 8)]
 _ONE_ROW += [KernelConfig(2, 512, 1, 4, 1), KernelConfig(1, 2048, 1, 8, 1)]
 _ONE_ROW += [KernelConfig(n, 512, 4, 4, 1) for n in (1, 4)]
@@ -117,7 +122,7 @@ def usual_config(
         processors: multiprocessors of the device. With other counts the rules are not measured.
         rings: kernels with rings can be launched.
     """
-    if columns % ALIGNMENT or tokens > MANY_TOKENS:
+    if columns % ALIGNMENT:
         return None
     if tokens == 1 and min(rows) > 1 and columns >= 512:
         return _of_one_row(rows, columns, processors)
@@ -125,6 +130,8 @@ def usual_config(
         return None
     if rings and 1 < tokens <= RING_TOKENS:
         return _of_ring(tokens, rows, columns, gated, processors)
+    if tokens > MANY_TOKENS:
+        return _in_tiles(tokens, rows, gated, processors) if len(rows) > 1 else None
     if tokens > MAX_TOKENS:
         return _of_many_tokens(sum(rows), columns, gated, processors) if len(rows) > 1 else None
     if gated and sum(rows) >= 32 * processors:
@@ -204,6 +211,28 @@ def _of_many_tokens(rows: int, columns: int, gated: bool, processors: int) -> Ke
         return KernelConfig(64, 64, 1, 4, 6)
     paired = processors < blocks < _FULL * 2 * processors
     return KernelConfig(128, 64, 1, 4, 3 if paired else 5)
+
+
+def _in_tiles(tokens: int, rows: Sequence[int], gated: bool, processors: int) -> KernelConfig | None:
+    """Only where one launch replaces several, and all its programs run at once.
+
+    Measured with 144 to 512 rows of x on an H200. What cuBLAS launches for a narrow weight leaves most
+    multiprocessors idle; with two rounds of programs ours are slower. Smaller tiles are faster if they fit.
+    """
+    for config in IN_TILES[gated]:
+        if _blocks(config, rows, gated) * -(-tokens // config.tile) <= processors:
+            return config
+    return None
+
+
+def sizes_in_tiles(rows: Sequence[int], *, gated: bool, processors: int = PROCESSORS) -> list[int]:
+    """Rows of x above MANY_TOKENS: one number for each choice that `usual_config` makes for these weights."""
+    ends = [config.tile * (processors // _blocks(config, rows, gated)) for config in IN_TILES[gated]]
+    return [MANY_TOKENS + 1, *(end + 1 for end in ends if end > MANY_TOKENS)]
+
+
+def _blocks(config: KernelConfig, rows: Sequence[int], gated: bool) -> int:
+    return sum(-(-count // config.block_n) for count in ([sum(rows)] if gated else rows))
 
 
 def _in_parts(tokens: int, rows: Sequence[int], processors: int) -> KernelConfig | None:

@@ -22,9 +22,9 @@ from piecewise_graph.kernels.launch import (
 from piecewise_graph.kernels.linear import linear_launch
 from piecewise_graph.kernels.linear.kernel_configs import (
     INVARIANT,
-    MANY_TOKENS,
     SHARED_MEMORY,
     KernelConfig,
+    sizes_in_tiles,
     usual_config,
 )
 
@@ -87,7 +87,8 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     """`torch.nn.functional.linear` of one input and each weight, by our kernels where they are faster.
 
     That is so up to 64 rows, on Hopper and its like, and up to 128 where one launch serves several weights:
-    cuBLAS launches a kernel per weight, and starts it when the kernel before has ended. Under
+    cuBLAS launches a kernel per weight, and starts it when the kernel before has ended. It is so for more
+    rows where all programs of that launch run at once. Under
     `torch.use_deterministic_algorithms` one of ours serves any number of rows (`INVARIANT`).
 
     Args:
@@ -142,14 +143,15 @@ def compile_ahead(
 ) -> None:
     """Have the kernels compiled in other threads that `linears`, or `swiglu`, will use for some sizes.
 
-    What more rows take than ours serve is always among them: prompts without a graph may have so many.
+    What any larger number of rows takes is always among them: prompts without a graph may have so many.
 
     Args:
         like: a tensor of the dtype, and on the device, of all operands.
         sizes: rows of x.
         rows: of each weight. columns: of all.
     """
-    for tokens in {*filter(None, sizes), MANY_TOKENS + 1}:
+    larger = sizes_in_tiles(rows, gated=gated, processors=multiprocessors(like.device))
+    for tokens in {*filter(None, sizes), *larger}:
         config = chosen(like, tokens, rows, columns, gated)
         if config is not None:
             linear_launch.compile_ahead(config, like, tokens, columns, has_bias, gated)
