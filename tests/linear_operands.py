@@ -12,7 +12,7 @@ from interpreter import INTERPRETED
 from torch import Tensor
 
 from piecewise_graph.kernels.linear import linear_op
-from piecewise_graph.kernels.linear.kernel_configs import sizes_in_tiles
+from piecewise_graph.kernels.linear.kernel_configs import larger_sizes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = settings(max_examples=15 if INTERPRETED else 60)
@@ -35,15 +35,15 @@ def norm(hidden: Tensor, gain: Tensor) -> Tensor:
     return gain * wide.to(hidden.dtype)
 
 
-def sizes_that_stand_for_more(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Filled while kernels are compiled ahead, for a device of 24 multiprocessors."""
+def note_larger_sizes(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Sizes above those of graphs that kernels are compiled ahead for from now on, on 24 multiprocessors."""
     found = set[int]()
 
     def noted(rows: Sequence[int], **given: Any) -> list[int]:
-        sizes = sizes_in_tiles(rows, **given)
+        sizes = larger_sizes(rows, **given)
         found.update(sizes)
         return sizes
 
-    monkeypatch.setattr(linear_op, "sizes_in_tiles", noted)
+    monkeypatch.setattr(linear_op, "larger_sizes", noted)
     monkeypatch.setattr(linear_op, "multiprocessors", lambda device: 24)
     return found

@@ -14,7 +14,7 @@ from attention_cases import CPU, Shape, make_case
 from eagle_engine_cases import PLAIN, make
 from hypothesis import given, strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
-from linear_operands import DEVICE, DTYPES, EXAMPLES, operands, sizes_that_stand_for_more
+from linear_operands import DEVICE, DTYPES, EXAMPLES, note_larger_sizes, operands
 from metadata_cases import random_batch
 from test_attention import shapes
 from torch._subclasses import FakeTensorMode
@@ -134,7 +134,7 @@ class TestKernels:
         one_order: bool, more: int,
     ) -> None:  # fmt: skip
         with pytest.MonkeyPatch.context() as monkeypatch, deterministic(one_order):
-            asked, larger = Asked(monkeypatch), sizes_that_stand_for_more(monkeypatch)
+            asked, larger = Asked(monkeypatch), note_larger_sizes(monkeypatch)
             gm, tensors = _segment(rows[:1] * 2 if gated else rows, columns, bias, dtype, gated)
             compile_kernels_ahead(gm, sorted(sizes))
             for size in sizes | larger | {more}:
@@ -160,7 +160,7 @@ class TestKernels:
     ) -> None:  # fmt: skip
         """Between linears of few rows there is no kernel for them, between others there is."""
         with pytest.MonkeyPatch.context() as monkeypatch, deterministic(one_order):
-            asked, larger = Asked(monkeypatch), sizes_that_stand_for_more(monkeypatch)
+            asked, larger = Asked(monkeypatch), note_larger_sizes(monkeypatch)
             gm, tensors = _normed_segment(
                 after[:1] * 2 if gated else after, columns, rows, bias, dtype, gated
             )

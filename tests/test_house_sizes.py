@@ -74,7 +74,7 @@ BUDGETS = {
     "beside": 1334,
     "ranks": 394,
     "_torch": 956,
-    "kernels": 1731,
+    "kernels": 1734,
     "splitter": 1409,
     "analysis": 1750,
     "compiler": 2267,

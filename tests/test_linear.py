@@ -15,6 +15,7 @@ from torch import Tensor
 
 from piecewise_graph.kernels.linear import MAX_TOKENS, KernelConfig, linear_few
 from piecewise_graph.kernels.linear.kernel_configs import (
+    IN_TILES,
     INVARIANT,
     SHARED_MEMORY,
     candidates,
@@ -140,7 +141,7 @@ def test_usual_blocks_are_for_aligned_columns(
     many, long = tokens > MAX_TOKENS, columns * 16 + 512 > 4096
     blocks, rounds = 64 if gated or processors < 128 else 128, 2 if gated else 1
     few = blocks <= rounds * processors and not (long and 2 * blocks < processors)
-    assert (config is not None) == (not many or (tokens <= 128 and few))
+    assert tokens > 128 or (config is not None) == (not many or few)
 
 
 # Rows of weights, columns, gated or not, of layers of Llama-3.2-1B, Llama-3-8B, Qwen2.5 and Llama-2.
@@ -289,7 +290,12 @@ def test_usual_blocks_fit_the_shared_memory_that_is_asked_for(tokens: int) -> No
         for rows, columns, gated in LAYERS
         for count in (8, 132, 148)
     }
-    found |= {(INVARIANT, columns, gated, False) for columns in (528, 4096) for gated in (False, True)}
+    found |= {
+        (config, columns, gated, False)
+        for columns in (528, 4096)
+        for gated in (False, True)
+        for config in (INVARIANT, *IN_TILES[gated])
+    }
     made = {(c, columns % (c.block_k * c.parts) == 0, *kind) for c, columns, *kind in found if c is not None}
     assert {gated for _, _, gated, _ in made} == {False, True}
     for config, even, gated, alone in made:

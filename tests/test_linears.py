@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -16,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import piecewise_graph as pg
-from piecewise_graph.kernels.linear import MAX_TOKENS, linear_launch, linear_op, linears, swiglu
-from piecewise_graph.kernels.linear.kernel_configs import sizes_in_tiles, usual_config
+from piecewise_graph.kernels.linear import MAX_TOKENS, linear_op, linears, swiglu
+from piecewise_graph.kernels.linear.kernel_configs import larger_sizes, usual_config
 
 
 @pytest.mark.slow
@@ -144,31 +143,25 @@ class TestChoosing:
         assert usual_config(128, [16960, 16960], 4096, gated=True) is None
 
     @given(
-        st.lists(st.integers(200, 9000), min_size=1, max_size=3),
+        st.lists(st.integers(0, 9000), min_size=1, max_size=3).filter(lambda rows: sum(rows) >= 512),
+        st.sampled_from([512, 4096, 4112]),
         st.booleans(),
         st.integers(1, 200),
         st.integers(129, 9000),
     )
-    def test_more_rows_are_ours_while_one_round_holds_all_programs(
-        self, rows: list[int], gated: bool, processors: int, tokens: int
+    def test_more_rows_are_ours_while_all_programs_run_at_once(
+        self, rows: list[int], columns: int, gated: bool, processors: int, tokens: int
     ) -> None:
         """One size stands for each of the choices that there are, so that all kernels are compiled ahead."""
-        rows = [rows[0] + 400] * 2 if gated else [rows[0] + 400, *rows[1:]]
-        choose = partial(usual_config, rows=rows, columns=512, gated=gated, processors=processors)
-        config, choices = (
-            choose(tokens),
-            map(choose, sizes_in_tiles(rows, gated=gated, processors=processors)),
-        )
-        assert config in choices
-        if config is None:
-            tiles = -(-tokens // 128)
-            assert (
-                len(rows) == 1
-                or tiles * sum(-(-n // 128) for n in ([sum(rows)] if gated else rows)) > processors
-            )
-        else:
-            blocks = sum(linear_launch.blocks_of(config, n) for n in ([sum(rows)] if gated else rows))
-            assert blocks * -(-tokens // config.tile) <= processors
+        rows = [rows[0] + 256] * 2 if gated else rows
+        given = {"gated": gated, "processors": processors}
+        config = usual_config(tokens, rows, columns, **given)
+        assert config in [usual_config(size, rows, columns, **given) for size in larger_sizes(rows, **given)]
+        blocks = sum(-(-count // 128) for count in ([sum(rows)] if gated else rows))
+        programs = {tile: blocks * -(-tokens // tile) for tile in (64, 128)}
+        tile = next((tile for tile, count in programs.items() if count <= processors), None)
+        few = tile is not None and columns > 4096 and 2 * programs[tile] < processors
+        assert (config.tile if config else None) == (None if few or len(rows) == 1 else tile)
 
     @EXAMPLES
     @given(
@@ -224,6 +217,17 @@ class TestChoosing:
         b = torch.full(bias, 0.5, dtype=x.dtype, device=x.device)
         expected = functional.linear(x.float(), weight.float(), b.float())
         torch.testing.assert_close(linears(x, [weight], [b])[0].float(), expected, rtol=2e-2, atol=6e-2)
+
+    def test_a_weight_without_rows_is_served(self) -> None:
+        _, weight, _ = operands(1, 64, 64, DTYPES[0])
+
+        def model(x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = functional.linear(x, weight).relu()
+            return hidden * 2, functional.linear(hidden, weight[:0])
+
+        fast = pg.compile(model, capture_sizes=[1, 4], token_dim={"x": 0})
+        with torch.no_grad():
+            assert [each.shape for each in fast(operands(3, 1, 64, DTYPES[0])[0])] == [(3, 64), (3, 0)]
 
     def test_what_torch_refuses_is_refused(self) -> None:
         x, weight, _ = operands(1, 512, 512, DTYPES[0])

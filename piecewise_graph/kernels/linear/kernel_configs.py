@@ -131,7 +131,7 @@ def usual_config(
     if rings and 1 < tokens <= RING_TOKENS:
         return _of_ring(tokens, rows, columns, gated, processors)
     if tokens > MANY_TOKENS:
-        return _in_tiles(tokens, rows, gated, processors) if len(rows) > 1 else None
+        return _in_tiles(tokens, rows, columns, gated, processors) if len(rows) > 1 else None
     if tokens > MAX_TOKENS:
         return _of_many_tokens(sum(rows), columns, gated, processors) if len(rows) > 1 else None
     if gated and sum(rows) >= 32 * processors:
@@ -213,22 +213,26 @@ def _of_many_tokens(rows: int, columns: int, gated: bool, processors: int) -> Ke
     return KernelConfig(128, 64, 1, 4, 3 if paired else 5)
 
 
-def _in_tiles(tokens: int, rows: Sequence[int], gated: bool, processors: int) -> KernelConfig | None:
+def _in_tiles(
+    tokens: int, rows: Sequence[int], columns: int, gated: bool, processors: int
+) -> KernelConfig | None:
     """Only where one launch replaces several, and all its programs run at once.
 
-    Measured with 144 to 512 rows of x on an H200. What cuBLAS launches for a narrow weight leaves most
+    Measured with 256 and 512 rows of x on an H200. What cuBLAS launches for a narrow weight leaves most
     multiprocessors idle; with two rounds of programs ours are slower. Smaller tiles are faster if they fit.
+    Few blocks of long rows are cuBLAS's, as with fewer rows of x.
     """
     for config in IN_TILES[gated]:
-        if _blocks(config, rows, gated) * -(-tokens // config.tile) <= processors:
-            return config
+        programs = _blocks(config, rows, gated) * -(-tokens // config.tile)
+        if programs <= processors:
+            return None if columns > 4096 and 2 * programs < processors else config
     return None
 
 
-def sizes_in_tiles(rows: Sequence[int], *, gated: bool, processors: int = PROCESSORS) -> list[int]:
+def larger_sizes(rows: Sequence[int], *, gated: bool, processors: int = PROCESSORS) -> list[int]:
     """Rows of x above MANY_TOKENS: one number for each choice that `usual_config` makes for these weights."""
-    ends = [config.tile * (processors // _blocks(config, rows, gated)) for config in IN_TILES[gated]]
-    return [MANY_TOKENS + 1, *(end + 1 for end in ends if end > MANY_TOKENS)]
+    ends = [config.tile * (processors // max(_blocks(config, rows, gated), 1)) for config in IN_TILES[gated]]
+    return [*(end for end in ends if end > MANY_TOKENS), max(MANY_TOKENS, *ends) + 1]
 
 
 def _blocks(config: KernelConfig, rows: Sequence[int], gated: bool) -> int:

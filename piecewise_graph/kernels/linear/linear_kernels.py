@@ -302,13 +302,13 @@ def silu_times(gate, up, out, count, BLOCK: tl.constexpr, DEPENDENT: tl.constexp
     first = tl.program_id(0).to(tl.int64) * BLOCK
     at = first + tl.arange(0, BLOCK)
     if first + BLOCK <= count:  # without a mask 16 bytes are read and written at a time
-        tl.store(out + at, _silu_times(tl.load(gate + at), tl.load(up + at)))
+        tl.store(out + at, _gated(tl.load(gate + at), tl.load(up + at)))
     else:
         inside = at < count
-        tl.store(out + at, _silu_times(tl.load(gate + at, inside), tl.load(up + at, inside)), inside)
+        tl.store(out + at, _gated(tl.load(gate + at, inside), tl.load(up + at, inside)), inside)
 
 
 @triton.jit
-def _silu_times(gate, up):
+def _gated(gate, up):
     wide = gate.to(tl.float32)
     return (wide * tl.sigmoid(wide) * up.to(tl.float32)).to(gate.dtype)

@@ -24,7 +24,7 @@ from piecewise_graph.kernels.linear.kernel_configs import (
     INVARIANT,
     SHARED_MEMORY,
     KernelConfig,
-    sizes_in_tiles,
+    larger_sizes,
     usual_config,
 )
 
@@ -150,7 +150,7 @@ def compile_ahead(
         sizes: rows of x.
         rows: of each weight. columns: of all.
     """
-    larger = sizes_in_tiles(rows, gated=gated, processors=multiprocessors(like.device))
+    larger = larger_sizes(rows, gated=gated, processors=multiprocessors(like.device))
     for tokens in {*filter(None, sizes), *larger}:
         config = chosen(like, tokens, rows, columns, gated)
         if config is not None:
