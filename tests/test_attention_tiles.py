@@ -29,8 +29,11 @@ KEPT_SMALL = 48 << 10  # with more shared memory Triton asks the driver for a sm
 CACHE = 64 << 10  # bytes that linears of one row want of it
 
 
-def tiling(head_dim: int, kv_heads: int, requests: int, rows: int = 1, *, large: bool = True) -> Tiling:
-    traits = Traits("triton", "cuda", torch.bfloat16, 4 * kv_heads, kv_heads, head_dim, None, None, False)
+def tiling(
+    head_dim: int, kv_heads: int, requests: int, rows: int = 1, *, large: bool = True, group: int = 4
+) -> Tiling:
+    heads = group * kv_heads
+    traits = Traits("triton", "cuda", torch.bfloat16, heads, kv_heads, head_dim, None, None, False)
     tiled = tile_batch(traits, requests, requests * rows, rows, 8192, processors=132, large=large)
     return tiled.tiling
 
@@ -50,9 +53,10 @@ def code_of(
     tail: bool = False,
     tree: bool = False,
     window: bool = False,
+    group: int = 4,
 ) -> Any:
     constants = (
-        head_dim, head_dim, kv_heads, 4, 4, 16, 32, tiles.block_m, tiles.tile.block_n, tiles.rows,
+        head_dim, head_dim, kv_heads, group, group, 16, 32, tiles.block_m, tiles.tile.block_n, tiles.rows,
         tiles.parts, tiles.split, tiles.unmasked, tail, tree, "tf32", tiles.tile.stages, window, False, 8,
         True,
     )  # fmt: skip
@@ -64,8 +68,8 @@ def code_of(
     return compiled(attend_kernel, list(types.values()), constants, num_warps=tiles.tile.warps)
 
 
-def needs_of(head_dim: int, kv_heads: int, tiles: Tiling, folder: Path) -> Needs:
-    code = code_of(head_dim, kv_heads, tiles)
+def needs_of(head_dim: int, kv_heads: int, tiles: Tiling, folder: Path, *, group: int = 4) -> Needs:
+    code = code_of(head_dim, kv_heads, tiles, group=group)
     cubin = folder / "attend.cubin"
     cubin.write_bytes(code.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -85,6 +89,20 @@ def test_as_many_programs_as_the_splits_are_made_for_fit_a_multiprocessor(
     tiles = tiling(head_dim, kv_heads, requests)
     needs = needs_of(head_dim, kv_heads, tiles, tmp_path)
     assert min(SHARED // (needs.shared + RESERVED), REGISTERS // needs.registers) >= tiles.tile.resident
+
+
+@compiled_only
+@pytest.mark.parametrize(
+    ("head_dim", "group", "at_a_time"), [(64, 4, 2), (64, 1, 2), (128, 1, 2), (128, 4, 1)]
+)
+def test_prompts_beside_many_programs_of_one_row(
+    head_dim: int, group: int, at_a_time: int, tmp_path: Path
+) -> None:
+    """Two programs run at a time where heads are small or have a KV head each; else one, of more rows."""
+    tiles = tiling(head_dim, 8, 36, 120, group=group, large=False)
+    needs = needs_of(head_dim, 8, tiles, tmp_path, group=group)
+    assert min(SHARED // (needs.shared + RESERVED), REGISTERS // needs.registers) >= at_a_time
+    assert tiles.block_m == 128 // at_a_time
 
 
 @compiled_only

@@ -104,7 +104,7 @@ def tile_batch(
     """
     dim, group, itemsize = triton.next_power_of_2(traits.head_dim), traits.group, traits.dtype.itemsize
     packed = _INVARIANT_ROWS if traits.deterministic else max(max_query_len, 1) * group
-    block_m = _block_m(packed, group, itemsize)
+    block_m = _block_m(packed, group, dim, itemsize)
     block_q = block_m // group
     each = -(-max_query_len // block_q)
     blocks = max(min(requests * each, num_tokens // block_q + requests), 1)
@@ -145,11 +145,16 @@ def _splits(blocks: int, slots: int, max_splits: int) -> int:
     return next(splits for splits, filled in fill.items() if filled >= enough)
 
 
-def _block_m(packed: int, group: int, itemsize: int) -> int:
-    """Packed rows per tile: at least 16, which tensor cores need, and at most what fits into registers."""
-    fits = 128 if itemsize < 4 else 32
+def _block_m(packed: int, group: int, dim: int, itemsize: int) -> int:
+    """Packed rows per tile: at least 16, which tensor cores need, and at most what is fast.
+
+    A multiprocessor runs one program of 128 rows at a time, or two of 64. Those were faster with heads of 64,
+    and with a KV head of its own for each query head, where decoding requests beside a prompt are many
+    programs of one row each.
+    """
+    most = 32 if itemsize == 4 else 64 if dim <= 64 or group == 1 else 128
     block = next((block for block in (16, 32, 64) if packed <= block), 128)
-    return max(min(block, fits), triton.next_power_of_2(group))
+    return max(min(block, most), triton.next_power_of_2(group))
 
 
 def _tile(block_m: int, row_bytes: int, itemsize: int, programs: float, large: bool, one_row: bool) -> Tile:
