@@ -60,7 +60,7 @@ def chunked(shape: DraftShape) -> Speculator:
 
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN], ids=str)
 def test_prompts_share_the_forwards_of_rounds(shape: DraftShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One forward of the target and its head per step, of decoding rows and a chunk; one of the draft."""
+    """One forward of the target and its head per step, of a round and a whole chunk; one of the draft."""
     monkeypatch.setattr(Pace, "begin", lambda *_: Timed(True))
     length, loop = 30, chunked(shape)
     engine = loop.engine(overlap=True)
@@ -69,7 +69,7 @@ def test_prompts_share_the_forwards_of_rounds(shape: DraftShape, monkeypatch: py
         engine.step()
     second = engine.add_request(small_prompts([length], 1)[0], max_new_tokens=4)
     before = len(first.tokens)
-    steps = -(-length // (ROWS - shape.nodes))
+    steps = -(-length // ROWS)
     models = 3 if shape.steps else 2
     with pg.counters.expect(replays=steps * models, captures=0, tapes=0):
         for _ in range(steps):
@@ -84,7 +84,7 @@ def test_prompts_share_the_forwards_of_rounds(shape: DraftShape, monkeypatch: py
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("alone", [True, False])
 def test_prompts_go_the_faster_way(alone: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, they leave rounds whole graphs, and take all rows of a batch."""
+    """Alone, they leave rounds whole graphs. Either way a step takes all rows of a batch of prompts."""
     length, loop = 30, chunked(CHAIN)
     monkeypatch.setattr(Launch, "has_arrived", alone)
     monkeypatch.setattr(Pace, "begin", lambda *_: Timed(not alone))
@@ -93,7 +93,7 @@ def test_prompts_go_the_faster_way(alone: bool, overlap: bool, monkeypatch: pyte
     for _ in range(2):
         engine.step()
     second = engine.add_request(small_prompts([length], 1)[0], max_new_tokens=4)
-    steps = -(-length // (ROWS if alone else ROWS - CHAIN.nodes))
+    steps = -(-length // ROWS)
     graphs = 3 if alone else 1  # the draft proposes before prompts join
     asked = 1 if alone else steps  # the head runs where a prompt ends, and with each round
     with pg.counters.expect(replays=steps * 2 + asked, phase_replays=steps * graphs, captures=0):

@@ -58,7 +58,7 @@ def test_attention_of_prompts_that_come_together(
     cache, heads = announced[0].kv_cache, kv_heads * group
     traits = Traits("auto", "cuda", dtype, heads, kv_heads, head_dim, window, None, False)
     ends = [*accumulate(rows for rows, _ in prompts)]
-    fitting = [each for each, end in zip(prompts, ends, strict=True) if end + decoding <= PREFILL_ROWS]
+    fitting = [each for each, end in zip(prompts, ends, strict=True) if end <= PREFILL_ROWS]
     rows = [rows for rows, _ in fitting[:MAX_REQUESTS]] or [1]
     longest = max((min(sum(each), MAX_TOKENS) for each in fitting[:MAX_REQUESTS]), default=1)
     if decoding:  # requests whose lengths only the device knows

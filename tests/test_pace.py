@@ -47,7 +47,7 @@ def ways(device: Device, took: Callable[[int, bool], float], count: int) -> list
         timed = pace.begin("size")
         found.append(timed.shared)
         device.clock += took(step, timed.shared)
-        pace.end(timed, part=1.0)
+        pace.end(timed)
         device.clock += 1.0
         device.mark()
     return found
@@ -83,18 +83,6 @@ def test_a_way_that_becomes_the_faster_one_is_found() -> None:
     assert sum(found[40:100]) >= 59 and sum(found[-STEPS:]) <= 1
 
 
-def test_times_count_for_as_many_rows_as_the_other_way_takes() -> None:
-    """Alone, a step of 4 ms holds twice the rows."""
-    device = Device()
-    pace, found = Pace(device.mark), []
-    for _ in range(100):
-        timed = pace.begin("size")
-        found.append(timed.shared)
-        device.clock += 3.0 if timed.shared else 4.0
-        pace.end(timed, part=1.0 if timed.shared else 0.5)
-    assert sum(found) <= 4
-
-
 def test_keys_are_apart_and_without_a_clock_prompts_share() -> None:
     device = Device()
     pace, found = Pace(device.mark), {"small": [], "large": []}
@@ -103,10 +91,10 @@ def test_keys_are_apart_and_without_a_clock_prompts_share() -> None:
             timed = pace.begin(key)
             chosen.append(timed.shared)
             device.clock += 2.0 if timed.shared == (key == "large") else 3.0
-            pace.end(timed, part=1.0)
+            pace.end(timed)
     assert sum(found["large"]) >= 96 and sum(found["small"]) <= 4
     without = Pace(None)
     for _ in range(5):
         timed = without.begin("size")
         assert timed.shared
-        without.end(timed, part=1.0)
+        without.end(timed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from numbers import Integral, Real
 from typing import Any
 
@@ -179,7 +180,7 @@ class Limits:
         batch_sizes: ascending numbers of requests that rounds are captured for; the last is `max_requests`.
         max_seq_len: prompt and new tokens of one request together.
         page_size, num_pages: of both caches; the null page is one of `num_pages`.
-        prefill_rows: tokens that one prefill batch holds at most.
+        prefill_rows: tokens of prompts that one step takes at most.
     """
 
     shapes: tuple[DraftShape, ...]
@@ -195,6 +196,13 @@ class Limits:
         return self.batch_sizes[-1]
 
     @property
+    def mixed_rows(self) -> set[int]:
+        """Row counts of forwards that a whole batch of prompts shares with a round, in steps of 16."""
+        pairs = product(self.shapes, self.batch_sizes)
+        rounds = (shape.nodes * size for shape, size in pairs if self.may_share(shape, size))
+        return {self.prefill_rows + -(-rows // 16) * 16 for rows in rounds}
+
+    @property
     def lookahead(self) -> int:
         """Lookahead slots of any round."""
         return max(shape.lookahead for shape in self.shapes)
@@ -206,3 +214,7 @@ class Limits:
         With overlap, a request that has reached its end runs one round more, behind its last token.
         """
         return self.max_seq_len + self.lookahead + max(shape.steps for shape in self.shapes) + 1
+
+    def may_share(self, shape: DraftShape, requests: int) -> bool:
+        """Whether prompts may stand in a round's forwards: chains only, of half as many rows at most."""
+        return not shape.is_tree and 2 * requests * shape.nodes <= self.prefill_rows

@@ -42,7 +42,7 @@ class Speculator:
             tapes), "compiled" (no graphs) or "eager". One for all, or a dict of "draft", "verify", "extend"
             and "prefill". Prefill cannot be "full", since its batches differ; by default it is "piecewise" on
             a GPU and "compiled" on a CPU, where capturing its sizes takes longer than most prompts.
-        prefill_rows: tokens that one prefill batch holds at most.
+        prefill_rows: tokens of prompts that one step takes at most.
         options, draft_options: of pg.compile for the target and for the draft's parts, such as
             `merge_linears=True` or `specialize=[4]`.
 

@@ -237,7 +237,9 @@ class Prefill:
 
         The round sizes as well: a prefill batch is padded to the next captured size of any phase.
         """
-        return sorted((n for n in forward.sizes if n <= self.resources.limits.prefill_rows), reverse=True)
+        limits = self.resources.limits
+        most = max({limits.prefill_rows, *limits.mixed_rows})
+        return sorted((n for n in forward.sizes if n <= most), reverse=True)
 
     def _longs(self, values: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self.resources.device)
@@ -255,7 +257,8 @@ class Prefill:
         beside a round need no others, up to 64 requests. Nothing is read, so one row stands for all.
         """
         limits, table = self.resources.limits, self.resources.table
-        zeros = torch.zeros(limits.prefill_rows + limits.max_requests, dtype=torch.int32, device=cache.device)
+        length = max(rows, limits.prefill_rows) + limits.max_requests
+        zeros = torch.zeros(length, dtype=torch.int32, device=cache.device)
         for requests, tokens in ((1, rows), (limits.max_requests, limits.prefill_rows)):
             for longest in (rows, table.max_pages * cache.page_size):
                 yield AttentionBatch(

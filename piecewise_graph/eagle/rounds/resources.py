@@ -96,7 +96,7 @@ def _row_counts(limits: Limits) -> dict[str, list[int]]:
     prefill = [size for size in _PREFILL_SIZES if size <= limits.prefill_rows]
     verified = {size * shape.nodes for shape in limits.shapes for size in limits.batch_sizes}
     branches = {size * shape.topk for shape in limits.shapes for size in limits.batch_sizes}
-    target = sorted({*verified, *prefill})
+    target = sorted({*verified, *prefill, *limits.mixed_rows})
     # Rows that ask for logits beside prompts: those of a round, and the last one of every prompt.
     asked = min(max(verified) + limits.max_requests, max(prefill))
     return {

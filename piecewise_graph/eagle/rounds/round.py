@@ -47,12 +47,6 @@ class Round:
         """Rows of its target forward."""
         return self.tensors.verify_batch.num_tokens
 
-    @property
-    def room_for_prompts(self) -> int:
-        """Rows that prompts may take in its forwards, which are at least half of what a batch holds; or 0."""
-        most = self._resources.limits.prefill_rows
-        return 0 if self.tensors.shape.is_tree or 2 * self.rows > most else most - self.rows
-
     def launch(self, requests: Sequence[Request], chunk: Chunk | None = None) -> Launch:
         """Start a round, with a chunk of prompts in its forwards or alone. Waits for nothing."""
         self.ensure_prepared()

@@ -199,7 +199,7 @@ class Engine:
 
     def _launch(self) -> bool:
         """Send the next step to the device; False if there is nothing to do."""
-        scheduler, max_rows = self._scheduler, self._resources.limits.prefill_rows
+        scheduler = self._scheduler
         # Where other ranks take the same steps, when a result arrives on one of them is no reason.
         if self._in_flight and not self._resources.ranks.several and self._in_flight[-1].has_arrived:
             self._settle(keep=0)  # the host is the slower one: no need to be late
@@ -211,10 +211,9 @@ class Engine:
         shape = self._choose(scheduler.batch())
         batch = scheduler.batch()  # choosing may have read results
         made = self._rounds.round_for(batch, shape, self._policy) if batch else None
-        beside = scheduler.pieces(made.room_for_prompts) if made else []
-        timed = self._rounds.begin_step(made, _rows(beside)) if made and beside else None
-        shared = beside if timed and timed.shared else []
-        alone = [] if shared else scheduler.pieces(max_rows)
+        pieces = scheduler.pieces(self._resources.limits.prefill_rows)
+        timed = self._rounds.begin_step(made, pieces)
+        alone, shared = ([], pieces) if timed.shared else (pieces, [])
         if alone:
             chunk = self._prefill.lay_out(alone)
             with named("prompts"):
@@ -222,8 +221,7 @@ class Engine:
             self._launched(launch, alone)
         if made:
             self._launched(made.launch(batch, self._prefill.lay_out(shared) if shared else None), shared)
-        if timed:
-            self._rounds.pace.end(timed, part=_rows(beside) / _rows(shared or alone))
+        self._rounds.pace.end(timed)
         return bool(alone or batch)
 
     def _launched(self, launch: Launch, pieces: Sequence[Piece]) -> None:
@@ -280,7 +278,3 @@ class Engine:
         self._settle(keep=0)
         self._unfinished = {request: None for request in self._unfinished if not request.finished}
         self._scheduler.restart(list(self._unfinished))
-
-
-def _rows(pieces: Sequence[Piece]) -> int:
-    return sum(piece.stop - piece.start for piece in pieces)

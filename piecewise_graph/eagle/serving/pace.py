@@ -69,7 +69,7 @@ class Pace:
     def __init__(self, mark: Callable[[], Any] | None) -> None:
         self._mark = mark
         self._ways: dict[Hashable, _Ways] = defaultdict(_Ways)
-        self._running: deque[tuple[Timed, float, Any]] = deque()
+        self._running: deque[tuple[Timed, Any]] = deque()
 
     def begin(self, key: Hashable) -> Timed:
         """Choose the way of a step's prompts, before anything of the step is launched.
@@ -79,15 +79,15 @@ class Pace:
         """
         if self._mark is None:
             return Timed(True)
-        while self._running and self._running[0][2].query():
-            timed, part, end = self._running.popleft()
+        while self._running and self._running[0][1].query():
+            timed, end = self._running.popleft()
             assert timed.times is not None
-            timed.times.append(timed.start.elapsed_time(end) * part)
+            timed.times.append(timed.start.elapsed_time(end))
         ways = self._ways[key]
         shared = ways.next_shares()
         return Timed(shared, ways.shared if shared else ways.alone, self._mark())
 
-    def end(self, timed: Timed, part: float) -> None:
-        """The step is launched whole; `part` of its rows of prompts count, so many as the other way takes."""
-        if self._mark is not None:
-            self._running.append((timed, part, self._mark()))
+    def end(self, timed: Timed) -> None:
+        """The step is launched whole."""
+        if self._mark is not None and timed.times is not None:
+            self._running.append((timed, self._mark()))

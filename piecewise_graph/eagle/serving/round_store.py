@@ -11,7 +11,7 @@ from ..options import DraftShape
 from ..request import Request
 from ..rounds.phase_runner import PhaseRunner
 from ..rounds.phases import FILTERED, GREEDY, SAMPLED, Phases
-from ..rounds.prefill import Prefill
+from ..rounds.prefill import Piece, Prefill
 from ..rounds.round import Round
 from ..rounds.round_launch import Observer
 from ..rounds.round_tensors import RoundTensors
@@ -110,10 +110,13 @@ class RoundStore:
         size, rule = self.size(requests), _rule(requests)
         return self.get(shape, size, rule, policy.graphs, policy.synthetic.get(shape))
 
-    def begin_step(self, beside: Round, prompt_rows: int) -> Timed:
-        """Choose whether so many rows of prompts share the forwards of a round, or go alone."""
-        # Forwards of as many rows, padding included, take as long.
-        return self.pace.begin((beside, self.prefill.padded(beside.rows + prompt_rows)))
+    def begin_step(self, beside: Round | None, pieces: Sequence[Piece]) -> Timed:
+        """Choose whether prompts share the forwards of a round, or go alone."""
+        limits = self.resources.limits
+        if not beside or not pieces or not limits.may_share(beside.tensors.shape, beside.tensors.size):
+            return Timed(shared=False)
+        rows = beside.rows + sum(piece.stop - piece.start for piece in pieces)
+        return self.pace.begin((beside, self.prefill.padded(rows)))  # as many, padding included, take as long
 
     def get(
         self,
