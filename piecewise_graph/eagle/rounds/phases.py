@@ -21,7 +21,7 @@ from torch import Tensor
 from piecewise_graph.custom_ops import metadata as md
 from piecewise_graph.custom_ops.token_choice import argmax, compile_argmax_ahead, uniforms
 
-from .resources import Resources
+from .resources import RING_TOKENS, Resources
 from .round_buffers import Buffers
 from .round_tensors import RoundTensors
 from .sampling import ACCEPT, DRAFT, SYNTHETIC, distribution, draw
@@ -104,12 +104,12 @@ class Phases:
     def accept(self, logits: Tensor, features: Tensor) -> None:
         """Accept the draft tokens that `logits [B*N, V]` of the target agree with; keep `features`."""
         tensors, accepted, state = self.tensors, self.tensors.accepted, self._state
-        tensors.buffers.features.copy_(features)
         self._accept(logits)
         requests = tensors.buffers.requests.long()
-        if not tensors.shape.steps and "feature_ring" in state:
-            ring = state.feature_ring
-            ring[requests, tensors.buffers.seq_lens % ring.shape[1]] = features
+        if tensors.shape.steps:
+            tensors.buffers.features.copy_(features)
+        elif "feature_ring" in state:  # for a draft that catches up
+            state.feature_ring[requests, tensors.buffers.seq_lens % RING_TOKENS] = features
         state.seq_lens.index_copy_(0, requests, accepted.new_seq_lens)
         state.root.index_copy_(0, requests, accepted.bonus)
         torch.cat([accepted.out_tokens, accepted.accept_length[:, None]], 1, out=tensors.buffers.result)

@@ -51,7 +51,7 @@ class RoundTensors:
         table, target, cache = resources.table, resources.target, resources.cache
         letters = {
             "B": size, "BN": size * shape.nodes, "S": shape.steps, "S+2": shape.steps + 2,
-            "P": table.max_pages, "F": target.feature_size, "V": target.vocab_size,
+            "P": table.block_table.shape[1], "F": target.feature_size, "V": target.vocab_size,
         }  # fmt: skip
         fields = ROUND + (DRAFT_PROBS if sampled and not shape.is_tree else ())
         buffers = allocate(fields, letters, dtype=cache.dtype, device=cache.device)
