@@ -194,6 +194,7 @@ def test_the_marks_of_our_engine() -> None:
         "bench_vllm_load_1b_h200_lengths",
         "bench_vllm_load_8b",
         "bench_vllm_load_8b_backend_h200",
+        "bench_vllm_load_8b_engine_h200",
         "bench_vllm_load_8b_h200",
         "bench_vllm_load_8b_many_h200",
     ],
