@@ -1,4 +1,4 @@
-"""Attention of prompts, alone and beside a round: its kernels are compiled before the first prompt comes."""
+"""Prompts, alone and beside a round: kernels of attention and tapes are there before the first one comes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_engine_cases import PLAIN, make
+from eagle_cases import QUICK, small_prompts
+from eagle_engine_cases import PLAIN, lone, make, run
 from hypothesis import given, settings, strategies as st
 from linear_operands import DTYPES
 
+import piecewise_graph as pg
 from piecewise_graph.custom_ops.attention import AttentionBatch
 from piecewise_graph.custom_ops.attention.call import Traits
 from piecewise_graph.eagle.rounds import prefill
+from piecewise_graph.eagle.serving.pace import Pace, Timed
 
 MAX_REQUESTS, PREFILL_ROWS, MAX_TOKENS = 32, 400, 500
 
@@ -72,3 +75,21 @@ def test_attention_of_prompts_that_come_together(
 
     known = {variant(b.num_requests, b.num_tokens, b.max_query_len, b.max_seq_len) for b in announced}
     assert variant(len(rows) + decoding, sum(rows) + decoding, max(rows), longest) in known
+
+
+def test_logits_of_a_padded_round_and_many_prompts_come_from_one_tape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five requests are a round of eight rows. With nineteen prompts that end, no round has as many."""
+    monkeypatch.setattr(Pace, "begin", lambda *_: Timed(True))
+    sizes: dict[str, Any] = {"prefill_rows": 20, "batch_sizes": [8, 24], "max_requests": 24}
+    loop = make(shapes=[PLAIN], graphs={"prefill": "piecewise"}, **sizes, **QUICK)
+    loop.prepare()
+    engine = loop.engine(overlap=True)
+    first = [engine.add_request(prompt, max_new_tokens=6) for prompt in small_prompts([1] * 5)]
+    engine.step()
+    second = [engine.add_request(prompt, max_new_tokens=6) for prompt in small_prompts([1] * 19, 1)]
+    with pg.counters.expect(replays=2, captures=0):  # the target and its head
+        engine.step()
+    run(engine)
+    assert all(request.tokens == lone(request, PLAIN) for request in first + second)

@@ -98,7 +98,7 @@ def _row_counts(limits: Limits) -> dict[str, list[int]]:
     branches = {size * shape.topk for shape in limits.shapes for size in limits.batch_sizes}
     target = sorted({*verified, *prefill, *limits.mixed_rows})
     # Rows that ask for logits beside prompts: those of a round, and the last one of every prompt.
-    asked = min(max(verified) + limits.max_requests, max(prefill))
+    asked = max(verified) + limits.max_requests
     return {
         "target": target,
         "target_head": sorted({*verified, *target[: bisect_left(target, asked) + 1]}),
