@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_cases import QUICK, small_prompts
-from eagle_engine_cases import PLAIN, lone, make, run
+from eagle_cases import QUICK, resources, small_prompts
+from eagle_engine_cases import CHAIN, PLAIN, TREE, lone, make, run
 from hypothesis import given, settings, strategies as st
 from linear_operands import DTYPES
 
 import piecewise_graph as pg
 from piecewise_graph.custom_ops.attention import AttentionBatch
 from piecewise_graph.custom_ops.attention.call import Traits
+from piecewise_graph.eagle import DraftShape
 from piecewise_graph.eagle.rounds import prefill
 from piecewise_graph.eagle.serving.pace import Pace, Timed
 
@@ -93,3 +94,20 @@ def test_logits_of_a_padded_round_and_many_prompts_come_from_one_tape(
         engine.step()
     run(engine)
     assert all(request.tokens == lone(request, PLAIN) for request in first + second)
+
+
+@pytest.mark.parametrize(
+    ("shape", "prefill_rows", "max_requests", "largest"),
+    [
+        (PLAIN, 512, 32, 544), (PLAIN, 500, 8, 516), (CHAIN, 512, 32, 512 + 32 * CHAIN.nodes),
+        (PLAIN, 512, 1, 512), (PLAIN, 600, 32, 512), (PLAIN, 8192, 32, 512), (TREE, 512, 4, 512),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_largest_tape_of_the_target(
+    shape: DraftShape, prefill_rows: int, max_requests: int, largest: int
+) -> None:
+    """A batch of prompts and a round; no more than prompts need that are alone, or that have no tape."""
+    page_size = 1 if shape.is_tree else 16
+    made = make(shapes=[shape], prefill_rows=prefill_rows, max_requests=max_requests, page_size=page_size)
+    assert max(resources(made).models.target.sizes) == largest

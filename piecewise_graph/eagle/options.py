@@ -13,6 +13,7 @@ from .errors import SpeculatorError
 AUTO = "auto"  # the planner chooses a shape for each round
 FULL, PIECEWISE, COMPILED, EAGER = GRAPH_MODES = ("full", "piecewise", "compiled", "eager")
 MAX_DRAFT_TOKENS = 256  # what the kernels of trees hold
+PREFILL_SIZES = (1, 8, 16, 32, 64, 128, 256, 512)  # rows of prompts that have tapes
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,11 @@ class Limits:
 
     @property
     def mixed_rows(self) -> set[int]:
-        """Row counts of forwards that a whole batch of prompts shares with a round, in steps of 16."""
-        pairs = product(self.shapes, self.batch_sizes)
+        """Row counts of forwards that a whole batch of prompts shares with a round, in steps of 16.
+
+        None where prompts alone have no tapes of so many rows: fewer prompts would be padded to them.
+        """
+        pairs = product(self.shapes, self.batch_sizes) if self.prefill_rows <= PREFILL_SIZES[-1] else ()
         rounds = (shape.nodes * size for shape, size in pairs if self.may_share(shape, size))
         return {self.prefill_rows + -(-rows // 16) * 16 for rows in rounds}
 
@@ -217,4 +221,4 @@ class Limits:
 
     def may_share(self, shape: DraftShape, requests: int) -> bool:
         """Whether prompts may stand in a round's forwards: chains only, of half as many rows at most."""
-        return not shape.is_tree and 2 * requests * shape.nodes <= self.prefill_rows
+        return self.max_requests > 1 and not shape.is_tree and 2 * requests * shape.nodes <= self.prefill_rows

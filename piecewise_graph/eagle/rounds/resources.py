@@ -13,14 +13,13 @@ import piecewise_graph as pg
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, RequestTable
 
 from ..head.draft import DraftModel
-from ..options import Limits
+from ..options import PREFILL_SIZES, Limits
 from .round_buffers import FEATURE_RING, STATE, Buffers, allocate, allocate_requests
 from .round_models import Models
 from .target import TargetModel
 from .weights import Weights
 
 RING_TOKENS = 64  # features of plain rounds that are kept, for a draft that has to catch up
-_PREFILL_SIZES = (1, 8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Resources:
 
 def _row_counts(limits: Limits) -> dict[str, list[int]]:
     """Row counts of each model's forwards that may be captured."""
-    prefill = [size for size in _PREFILL_SIZES if size <= limits.prefill_rows]
+    prefill = [size for size in PREFILL_SIZES if size <= limits.prefill_rows]
     verified = {size * shape.nodes for shape in limits.shapes for size in limits.batch_sizes}
     branches = {size * shape.topk for shape in limits.shapes for size in limits.batch_sizes}
     target = sorted({*verified, *prefill, *limits.mixed_rows})
