@@ -49,12 +49,16 @@ def announced() -> list[AttentionBatch]:
     st.none() | st.integers(1, 500),
     st.sampled_from([8, 20, 108, 132, 148]),
     st.sampled_from([0, 1, 7, MAX_REQUESTS]),
+    st.sampled_from([1, 4]),
 )
 def test_attention_of_prompts_that_come_together(
     announced: list[AttentionBatch], prompts: list[tuple[int, int]], kv_heads: int, group: int, head_dim: int,
-    dtype: torch.dtype, window: int | None, processors: int, decoding: int,
+    dtype: torch.dtype, window: int | None, processors: int, decoding: int, nodes: int,
 ) -> None:  # fmt: skip
-    """Their variants are announced. `prompts`: rows, and tokens before; `decoding` requests are with them."""
+    """Their variants are announced. `prompts`: rows, and tokens before.
+
+    `decoding` requests of `nodes` rows are with them.
+    """
     pytest.importorskip("triton")
     from piecewise_graph.custom_ops.attention.tiling import tile_batch
     from piecewise_graph.custom_ops.attention.triton_attention import _constants
@@ -75,7 +79,8 @@ def test_attention_of_prompts_that_come_together(
         return tiling.tile.warps, _constants(batch, traits, tiling)
 
     known = {variant(b.num_requests, b.num_tokens, b.max_query_len, b.max_seq_len) for b in announced}
-    assert variant(len(rows) + decoding, sum(rows) + decoding, max(rows), longest) in known
+    most = max(*rows, nodes if decoding else 1)
+    assert variant(len(rows) + decoding, sum(rows) + nodes * decoding, most, longest) in known
 
 
 def test_logits_of_a_padded_round_and_many_prompts_come_from_one_tape(
