@@ -1,8 +1,8 @@
 """Static buffers, declared as data: what graphs hand to each other.
 
 Letters of shapes: `R` rows of the request table (row 0: padding), `B` requests of a batch, `N` draft tokens,
-`S` steps, `H` hidden size of the draft, `F` columns of the target's features, `V` vocabulary, `P` pages of a
-request, `G` tokens of the feature ring buffer.
+`S` steps, `H` hidden size of the draft, `F` columns of the target's features, `V` vocabulary, `P` columns of
+the request table, `G` tokens of the feature ring buffer.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ ROUND = (
     Field("root", ("B",)),
     Field("block_table", ("B", "P")),
     Field("drafts", ("B", "S")),
-    Field("features", ("BN", "F"), None),
     Field("result", ("B", "S+2")),  # out_tokens, then accept_length
 )
+# What the draft reads of the target; plain rounds hand none on.
+FEATURES = (Field("features", ("BN", "F"), None),)
 # The distributions that a chain was drawn from; only where tokens are sampled.
 DRAFT_PROBS = (Field("draft_probs", ("B", "S", "V"), torch.float32),)
 

@@ -12,7 +12,7 @@ from piecewise_graph.custom_ops.attention import AttentionBatch
 
 from ..options import DraftShape
 from .resources import Resources
-from .round_buffers import DRAFT_PROBS, ROUND, Buffers, allocate
+from .round_buffers import DRAFT_PROBS, FEATURES, ROUND, Buffers, allocate
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class RoundTensors:
             "B": size, "BN": size * shape.nodes, "S": shape.steps, "S+2": shape.steps + 2,
             "P": table.block_table.shape[1], "F": target.feature_size, "V": target.vocab_size,
         }  # fmt: skip
-        fields = ROUND + (DRAFT_PROBS if sampled and not shape.is_tree else ())
+        fields = ROUND + (FEATURES if shape.steps else ())
+        fields += DRAFT_PROBS if sampled and not shape.is_tree else ()
         buffers = allocate(fields, letters, dtype=cache.dtype, device=cache.device)
         batch = md.Batch(buffers.requests, buffers.seq_lens, table.block_table, table.page_size)
         tree = md.Tree.allocate(batch, nodes=shape.nodes)
@@ -76,9 +77,7 @@ class RoundTensors:
                 verify, kv_cache=resources.draft_cache, slot_mapping=accepted.slot_mapping, tree_mask=None
             )
         steps = md.DraftSteps.allocate(batch, steps=shape.steps, topk=shape.topk) if shape.steps else None
-        branches = None
-        if shape.is_tree:
-            branches = md.Branches.allocate(batch, steps=shape.steps, topk=shape.topk)
+        branches = md.Branches.allocate(batch, steps=shape.steps, topk=shape.topk) if shape.is_tree else None
         drafts = _draft_batches(resources, shape, verify, steps, branches)
         return cls(shape, size, buffers, batch, tree, accepted, steps, branches, drafts, verify, extend)
 
