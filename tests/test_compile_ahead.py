@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,16 +13,15 @@ from attention_cases import CPU, Shape, make_case
 from eagle_engine_cases import PLAIN, make
 from hypothesis import given, strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
+from linear_graphs import linears_after_a_norm, linears_of_one_input
 from linear_operands import DEVICE, DTYPES, EXAMPLES, note_larger_sizes, operands
 from metadata_cases import random_batch
 from test_attention import shapes
 from torch._subclasses import FakeTensorMode
-from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.nn import functional
 
 import piecewise_graph as pg
-from piecewise_graph.compiler.choosing_linears import choosing_linears, compile_kernels_ahead
+from piecewise_graph.compiler.choosing_linears import compile_kernels_ahead
 from piecewise_graph.compiler.deferred_norms import compile_norms_ahead
 from piecewise_graph.custom_ops import metadata as md
 from piecewise_graph.custom_ops.attention import BatchBuffers, compile_ahead
@@ -135,7 +133,7 @@ class TestKernels:
     ) -> None:  # fmt: skip
         with pytest.MonkeyPatch.context() as monkeypatch, deterministic(one_order):
             asked, larger = Asked(monkeypatch), note_larger_sizes(monkeypatch)
-            gm, tensors = _segment(rows[:1] * 2 if gated else rows, columns, bias, dtype, gated)
+            gm, tensors = linears_of_one_input(rows[:1] * 2 if gated else rows, columns, bias, dtype, gated)
             compile_kernels_ahead(gm, sorted(sizes))
             for size in sizes | larger | {more}:
                 gm(operands(size, 1, columns, dtype)[0], *tensors)
@@ -161,7 +159,7 @@ class TestKernels:
         """Between linears of few rows there is no kernel for them, between others there is."""
         with pytest.MonkeyPatch.context() as monkeypatch, deterministic(one_order):
             asked, larger = Asked(monkeypatch), note_larger_sizes(monkeypatch)
-            gm, tensors = _normed_segment(
+            gm, tensors = linears_after_a_norm(
                 after[:1] * 2 if gated else after, columns, rows, bias, dtype, gated
             )
             if not hopper:
@@ -233,27 +231,36 @@ class TestKernels:
         accepted = md.Accepted.allocate(batch, nodes=nodes, steps=nodes - 1)
         drafts = torch.zeros(size, nodes - 1, dtype=torch.int32, device=DEVICE)
         logits = torch.zeros(size * nodes, vocabulary, dtype=dtype, device=DEVICE)
-        laid_out = batch, torch.zeros_like(batch.requests), drafts, tree
         steps = md.DraftSteps.allocate(batch, steps=max(nodes - 1, 1), topk=1)
+        state = md.RequestState.zeros(DEVICE, R=len(batch.table))
+        inputs = md.Gathered.zeros(DEVICE, B=size, P=batch.table.shape[1])
+        result = batch.ints(size, nodes + 1)
+        calls: dict[md.MetadataOp, tuple] = {
+            md.gather_requests: (batch.requests, batch.table, state, inputs),
+            md.draft_steps: (batch, steps),
+            md.build_tree: (batch, inputs.root_tokens, drafts, tree),
+            md.accept_greedy: (batch, tree.tokens, tree.tokens, accepted),
+            md.scatter_accepted: (batch.requests, accepted, result, state),
+        }
         with pytest.MonkeyPatch.context() as monkeypatch:
             asked = Asked(monkeypatch)
-            md.draft_steps.compile_ahead(batch, steps)
-            md.build_tree.compile_ahead(*laid_out)
             compile_argmax_ahead(logits[:1])
-            md.accept_greedy.compile_ahead(batch, tree.tokens, tree.tokens, accepted)
+            for op, given_to in calls.items():
+                op.compile_ahead(*given_to)
             assert not asked.used
-            md.draft_steps.kernel(md.draft_steps.flatten(batch, steps))()
-            md.build_tree.kernel(md.build_tree.flatten(*laid_out))()
-            given = md.accept_greedy.flatten(batch, tree.tokens, argmax(logits), accepted)
-            md.accept_greedy.kernel(given)()
-            assert asked.used == asked.ahead and len(asked.used) == 4 + (nodes > 2)
+            assert argmax(logits).dtype == tree.tokens.dtype
+            for op, given_to in calls.items():
+                op.kernel(op.flatten(*given_to))()
+            assert asked.used == asked.ahead and len(asked.used) == 6 + (nodes > 2)
 
 
 @pytest.mark.gpu
 def test_a_speculator_compiles_ahead_what_its_phases_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked(monkeypatch)
     make(shapes=[PLAIN], graphs="full", batch_sizes=[4]).prepare()
-    beside = {"build_tree_kernel", "argmax_of_parts_kernel", "argmax_of_row_kernel", "accept_greedy_kernel"}
+    laid_out = {"gather_requests_kernel", "build_tree_kernel"}
+    chosen = {"argmax_of_parts_kernel", "argmax_of_row_kernel"}
+    beside = {*laid_out, *chosen, "accept_greedy_kernel", "scatter_accepted_kernel"}
     used = {key for key in asked.used if key[0] in beside}
     assert {key[0] for key in used} == beside and used <= asked.ahead
 
@@ -286,50 +293,3 @@ def test_a_trace_of_calls_that_cannot_be_foreseen(shape: tuple[int, ...], varies
             compile_call_ahead(q, k, k, q, 0, 1.0, window)
     assert ("expected" in case.batch.kv_cache.memo) == (varies == "nothing" and len(shape) == 3)
     serve(case.batch, case.call, False)
-
-
-def _segment(
-    rows: list[int], columns: int, bias: bool, dtype: torch.dtype, gated: bool
-) -> tuple[GraphModule, list[torch.Tensor]]:
-    """Linears of one input as the code for all sizes has them, and what they take beside it."""
-    x = operands(3, 1, columns, dtype)[0]
-    weights, biases = zip(*(operands(1, n, columns, dtype, seed=n)[1:] for n in rows), strict=True)
-    tensors = [*weights, *(biases if bias else ())]
-    graph = Graph()
-    nodes = [graph.placeholder(f"a{index}") for index in range(1 + len(tensors))]
-    for node, value in zip(nodes, [x, *tensors], strict=True):
-        node.meta["example_value"] = value
-    given = nodes[1 + len(rows) :] or [None] * len(rows)
-    made = []
-    for weight, its_bias in zip(nodes[1 : 1 + len(rows)], given, strict=True):
-        made.append(graph.call_function(functional.linear, (nodes[0], weight, its_bias)))
-        made[-1].meta["example_value"] = functional.linear(x, weight.meta["example_value"])
-    if gated:
-        silu = graph.call_function(functional.silu, (made[0],))
-        product = graph.call_function(operator.mul, (silu, made[1]))
-        product.meta["example_value"] = made[0].meta["example_value"]
-        made = [product]
-    graph.output(tuple(made))
-    return choosing_linears(GraphModule({}, graph)), tensors
-
-
-def _normed_segment(
-    after: list[int], columns: int, rows: int, bias: bool, dtype: torch.dtype, gated: bool
-) -> tuple[GraphModule, list[torch.Tensor]]:
-    """A linear, a norm and linears as code for all sizes has them, and what they take beside two inputs."""
-    x, weight, first = operands(3, rows, columns, dtype)
-    weights, biases = zip(*(operands(1, n, rows, dtype, seed=n)[1:] for n in after), strict=True)
-    given = (first, *biases) if bias else ()
-    tensors = [weight, first.clone(), *weights, *given]
-    graph = Graph()
-    nodes = [graph.placeholder(f"a{index}") for index in range(2 + len(tensors))]
-    for node, value in zip(nodes, [x, operands(3, 1, rows, dtype)[0], *tensors], strict=True):
-        node.meta["example_value"] = value
-    last = 4 + len(after)
-    first_bias, *others = nodes[last:] or [None] * (1 + len(after))
-    args = (nodes[0], nodes[2], first_bias, nodes[1], nodes[3], 1e-5, nodes[4:last], others, gated)
-    call = graph.call_function(torch.ops.piecewise.linear_norm_linears.default, args)
-    results = [graph.call_function(operator.getitem, (call, index)) for index in (0, 1)]
-    results[1].meta["example_value"] = operands(3, 1, after[0], dtype)[0]
-    graph.output(tuple(results))
-    return GraphModule({}, graph), tensors

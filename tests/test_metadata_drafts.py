@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from metadata_cases import (
+    CPU,
     PAGES,
     ROUNDS,
     SEEDS,
@@ -39,6 +42,34 @@ def test_extend_rows_are_the_last_tokens_of_each_request(seed: int, size: int, p
         used = -(-lens[b] // page_size)
         row = batch.table[batch.requests[b]]
         assert out.block_table[b].tolist() == [*row[:used].tolist(), *[-7] * (PAGES[page_size] - used)]
+
+
+@ROUNDS
+@given(SEEDS, st.integers(1, 5), st.integers(1, 5))
+def test_a_round_begins_where_the_one_before_left_each_request(seed: int, size: int, nodes: int) -> None:
+    batch = random_batch(seed, size, 16, room=nodes)
+    matrix = torch.randint(0, 99, (len(batch.table), 4)).int()
+    matrix[batch.requests.long(), 2] = batch.seq_lens
+    matrix[0] = 0
+    state, before = md.RequestState(matrix[:, 2], matrix[:, 0]), matrix.clone()
+    found = md.Gathered.zeros(CPU, B=size, P=batch.table.shape[1])
+    for bonus in (5, 7):
+        md.gather_requests(batch.requests, batch.table, state, found)
+        for b, request in enumerate(batch.requests.tolist()):
+            kept = found.seq_lens[b], found.root_tokens[b]
+            assert kept == (matrix[request, 2], matrix[request, 0])
+            assert found.block_table[b].tolist() == batch.table[request].tolist()
+        accepted = md.Accepted.allocate(batch, nodes=nodes, steps=nodes - 1)
+        tokens, result = torch.randint(0, 2, (size * nodes,)).int(), batch.ints(size, nodes + 1)
+        now = replace(batch, seq_lens=found.seq_lens)
+        md.accept_greedy(now, tokens, torch.full_like(tokens, bonus), accepted)
+        md.scatter_accepted(batch.requests, accepted, result, state)
+        for row in result[batch.requests != 0].tolist():
+            assert row == [bonus, *[-1] * (nodes - 1), 1]
+        live = batch.requests[batch.requests != 0].long()
+        before[live, 2] += 1
+        before[live, 0] = bonus
+        assert torch.equal(matrix, before)
 
 
 def test_a_token_past_the_end_of_its_row_has_slot_0() -> None:
@@ -105,9 +136,8 @@ def test_the_tree_is_the_best_candidates_in_order(
     nodes = 1 + extra % count
     tree = md.Tree.allocate(batch, nodes=nodes)
     roots = torch.arange(size) + 100
-    md.build_tree(
-        batch, roots, branches.all_tokens, tree, scores=branches.all_scores, parents=branches.all_parents
-    )
+    listed = {"scores": branches.all_scores, "parents": branches.all_parents}
+    md.build_tree(batch, roots, branches.all_tokens, tree, **listed, max_position=20)
     lens = live_lens(batch)
     for b in range(size):
         rows = slice(b * nodes, (b + 1) * nodes)
@@ -122,7 +152,7 @@ def test_the_tree_is_the_best_candidates_in_order(
         assert tree.tokens[rows].tolist() == [roots[b], *branches.all_tokens[b, chosen].tolist()]
         assert torch.equal(tree.mask[b], mask_of(parents))
         depth = [len(ancestors(parents, n)) for n in range(nodes)]
-        assert tree.positions[rows].tolist() == [lens[b] + d for d in depth]
+        assert tree.positions[rows].tolist() == [min(lens[b] + d, 20) for d in depth]
         assert tree.seq_lens[b] == lens[b] + nodes
     assert tree.qo_indptr.tolist() == [b * nodes for b in range(size + 1)]
 

@@ -17,7 +17,7 @@ from metadata_cases import (
     random_batch,
     random_verify,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from piecewise_graph.custom_ops import metadata as md
 
@@ -84,6 +84,33 @@ class TestKernels:
         agree(md.extend_batch, batch, queries, narrow)
 
     @EXAMPLES
+    @given(SEEDS, SIZES, PAGE_SIZES, st.integers(1, 6), st.sampled_from([1, 2, 5, 2049]))
+    def test_requests_are_gathered_and_scattered(
+        self, seed: int, size: int, page_size: int, nodes: int, more_pages: int
+    ) -> None:
+        """State may be columns of a matrix, of which nothing else changes."""
+        batch = random_batch(seed, size, page_size, room=nodes)
+        table = nn.functional.pad(batch.table, (0, more_pages))
+        accepted = md.Accepted.allocate(batch, nodes=nodes, steps=nodes - 1)
+        md.accept_greedy(batch, *torch.randint(0, 3, (2, size * nodes)).int(), accepted)
+        matrix, results = torch.randint(0, 99, (len(table), 5)).int(), []
+        for device in (DEVICE, torch.device("cpu")):
+            given_to = [tensor.to(device, copy=True) for tensor in (batch.requests, table, matrix)]
+            requests, pages, columns = given_to
+            state = md.RequestState(columns[:, 1], columns[:, 3])
+            gathered = garbage(md.Gathered.zeros(device, B=size, P=table.shape[1]))
+            found = md.Accepted(*(tensor.to(device) for tensor in accepted.args))
+            result = torch.empty(size, nodes + 1, dtype=torch.int32, device=device)
+            calls = {
+                md.gather_requests: (requests, pages, state, gathered),
+                md.scatter_accepted: (requests, found, result, state),
+            }
+            for op, arguments in calls.items():
+                op.kernel(op.flatten(*arguments))() if device == DEVICE else op(*arguments)
+            results.append([tensor.cpu() for tensor in (*gathered.args, result, *given_to)])
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(*results, strict=True))
+
+    @EXAMPLES
     @given(SEEDS, st.integers(1, 4), PAGE_SIZES, st.integers(1, 5), st.integers(1, 5))
     def test_a_whole_draft_and_its_tree(
         self, seed: int, size: int, page_size: int, steps: int, topk: int
@@ -110,7 +137,9 @@ class TestKernels:
     def test_build_chain(self, seed: int, size: int, page_size: int, nodes: int) -> None:
         batch = random_batch(seed, size, page_size, room=0)
         tokens, roots = torch.randint(0, 99, (size, nodes - 1)), batch.ints(size) + 5
-        agree(md.build_tree, batch, roots, tokens, garbage(md.Tree.allocate(batch, nodes=nodes)))
+        tree = garbage(md.Tree.allocate(batch, nodes=nodes))
+        agree(md.build_tree, batch, roots, tokens, tree)
+        agree(md.build_tree, batch, roots, tokens, tree, max_position=seed % 50)
 
     @EXAMPLES
     @given(SEEDS, st.integers(1, 4), st.integers(1, 34), st.integers(1, 7), st.booleans())

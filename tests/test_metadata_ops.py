@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from metadata_cases import dyadic_probs, dyadic_uniforms, mask_of, random_batch
+from metadata_cases import CPU, dyadic_probs, dyadic_uniforms, mask_of, random_batch
 from torch import Tensor
 
 from piecewise_graph.custom_ops import metadata as md
@@ -25,8 +25,13 @@ def arguments() -> dict[md.MetadataOp, tuple]:
     p, q = dyadic_probs(generator, 3, 4, 5), dyadic_probs(generator, 3, 3, 5)
     u = dyadic_uniforms(generator, 3, 4)
     scores, tokens = torch.rand(3, 10), batch.ints(3, 10)
+    state = md.RequestState.zeros(CPU, R=len(batch.table))
     return {
         md.extend_batch: md.extend_batch.flatten(batch, batch.ints(3), md.ExtendRows.allocate(batch, 9)),
+        md.gather_requests: md.gather_requests.flatten(
+            batch.requests, batch.table, state, md.Gathered.zeros(CPU, B=3, P=batch.table.shape[1])
+        ),
+        md.scatter_accepted: md.scatter_accepted.flatten(batch.requests, accepted, batch.ints(3, 5), state),
         md.draft_steps: md.draft_steps.flatten(batch, steps),
         md.select_branches: md.select_branches.flatten(
             batch.requests, 1, torch.rand(3, 2, 2), torch.ones(3, 2, 2, dtype=torch.int64), branches
@@ -53,12 +58,15 @@ def test_every_tensor_is_checked(op: md.MetadataOp) -> None:
     """A wrong dtype, size or stride of any argument is an error that names it, and nothing is written."""
     run, flat = getattr(torch.ops.piecewise, op.name), arguments()[op]
     before = [x.clone() if isinstance(x, Tensor) else x for x in flat]
+    columns = flat[2:4] if op is md.gather_requests else flat[-2:] if op is md.scatter_accepted else ()
     for place, value in enumerate(flat):
         if isinstance(value, Tensor):
+            strided = value.repeat_interleave(2, -1)[..., ::2]
+            may_be_strided = any(value is column for column in columns)
             for wrong in (
                 value.to(torch.float64),
                 value[..., None],
-                value.repeat_interleave(2, -1)[..., ::2],
+                value[..., :0] if may_be_strided else strided,
             ):
                 with pytest.raises(md.MetadataError, match=op.name):
                     run(*flat[:place], wrong, *flat[place + 1 :])

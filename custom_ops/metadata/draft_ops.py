@@ -18,6 +18,7 @@ from .op_dispatch import metadata_op
 from .op_signature import Call, floats, ids, ints
 
 MAX_NODES = 256  # a node block squared has to fit into one program's registers
+MAX_POSITION = 2**31 - 1
 
 
 def _extend_rule(call: Call) -> None:
@@ -162,6 +163,7 @@ def build_tree(
     *,
     scores: Annotated[Tensor | None, floats("B", "M")] = None,
     parents: Annotated[Tensor | None, ints("B", "M")] = None,
+    max_position: int = MAX_POSITION,
 ) -> None:
     """Inputs of a verify forward: the best N - 1 of M candidates under the root, or a chain as it is.
 
@@ -178,6 +180,7 @@ def build_tree(
         out: written.
         scores: not negative, at most the parent's; None for a chain.
         parents: candidate that each extends, -1 for the root; None for a chain.
+        max_position: the last one that the target has. A draft may reach past it; such a token is never kept.
     """
     size, nodes = out.mask.shape[:2]
     live, lens = (batch.requests != 0)[:, None], batch.live_lens()
@@ -192,7 +195,8 @@ def build_tree(
     depth = ancestor.sum(-1, dtype=torch.int32) - 1
 
     out.tokens.copy_(torch.where(live, tokens, 0).flatten())
-    out.positions.copy_(torch.where(live, lens[:, None] + depth, 0).flatten())
+    positions = (lens[:, None] + depth).clamp(max=max_position)
+    out.positions.copy_(torch.where(live, positions, 0).flatten())
     out.mask.copy_(ancestor)
     out.slot_mapping.copy_(batch.slots_of(lens[:, None] + node).flatten())
     out.seq_lens.copy_(torch.where(live[:, 0], lens + nodes, 0))

@@ -17,7 +17,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from .op_signature import Bundle, bools, floats, ints
+from .op_signature import Bundle, bools, columns, floats, ints
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,28 @@ class Batch(Bundle):
         inside = (self.requests != 0)[:, None] & (page >= 0) & (page < width)
         pages = self.table[self.requests.long()].gather(1, page.clamp(0, width - 1).long())
         return torch.where(inside, pages * self.page_size + tokens % self.page_size, 0)
+
+
+@dataclass(frozen=True)
+class RequestState(Bundle):
+    """What requests carry from round to round, by their row of the table; columns of one matrix, maybe.
+
+    Attributes:
+        seq_lens: tokens whose target K and V are right.
+        root_tokens: the token after them, chosen and not yet computed.
+    """
+
+    seq_lens: Annotated[Tensor, columns("R")]
+    root_tokens: Annotated[Tensor, columns("R")]
+
+
+@dataclass(frozen=True)
+class Gathered(Bundle):
+    """`RequestState` and pages of the requests of one batch."""
+
+    seq_lens: Annotated[Tensor, ints("B")]
+    root_tokens: Annotated[Tensor, ints("B")]
+    block_table: Annotated[Tensor, ints("B", "P")]
 
 
 @dataclass(frozen=True)
@@ -152,7 +174,7 @@ class Tree(Bundle):
 
     Attributes:
         tokens: the root, then the draft tokens.
-        positions: `seq_len + depth`.
+        positions: `seq_len + depth`, or `max_position` if that is less.
         mask: row n attends to column m among the N draft tokens: its ancestors and itself. The prefix needs
             no mask.
         slot_mapping: slots of tokens `seq_len .. seq_len + N - 1`.

@@ -19,6 +19,55 @@ def slot_of(table, request, token, wanted, row_pages, PAGE: tl.constexpr):
     return tl.where(inside, entry * PAGE + token % PAGE, 0)
 
 
+@triton.jit(do_not_specialize=["row_pages", "lens_stride", "root_stride"])
+def gather_requests_kernel(
+    requests,
+    table,
+    state_lens,
+    state_roots,
+    seq_lens,
+    root_tokens,
+    block_table,
+    row_pages,
+    lens_stride,
+    root_stride,
+    BLOCK: tl.constexpr,
+):
+    b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    request = tl.load(requests + b).to(tl.int64)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    page = tl.load(table + request * row_pages + at, mask=at < row_pages)
+    tl.store(block_table + b * row_pages + at, page, mask=at < row_pages)
+    if chunk == 0:
+        tl.store(seq_lens + b, tl.load(state_lens + request * lens_stride))
+        tl.store(root_tokens + b, tl.load(state_roots + request * root_stride))
+
+
+@triton.jit(do_not_specialize=["longest", "lens_stride", "root_stride"])
+def scatter_accepted_kernel(
+    requests,
+    accept_length,
+    out_tokens,
+    bonus,
+    new_seq_lens,
+    result,
+    state_lens,
+    state_roots,
+    longest,
+    lens_stride,
+    root_stride,
+    BLOCK_S: tl.constexpr,
+):
+    b = tl.program_id(0)
+    request = tl.load(requests + b).to(tl.int64)
+    tl.store(state_lens + request * lens_stride, tl.load(new_seq_lens + b))
+    tl.store(state_roots + request * root_stride, tl.load(bonus + b))
+    c = tl.arange(0, BLOCK_S)
+    token = tl.load(out_tokens + b * longest + c, mask=c < longest)
+    value = tl.where(c < longest, token, tl.load(accept_length + b))
+    tl.store(result + b * (longest + 1) + c, value, mask=c <= longest)
+
+
 @triton.jit(do_not_specialize=["num_requests", "num_rows", "row_pages", "out_pages"])
 def extend_batch_kernel(
     requests,

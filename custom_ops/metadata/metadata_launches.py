@@ -19,7 +19,7 @@ from .op_signature import Call
 
 # One variant of extend_batch serves nearly all batches, so that the first prompts wait for no compile.
 _EXTEND_BLOCK, _EXTEND_REQUESTS = 256, 32
-_BLOCK_V = 8192
+_BLOCK_V, _GATHER_BLOCK = 8192, 1024
 _pow2 = triton.next_power_of_2
 
 
@@ -37,6 +37,27 @@ def plan(call: Call, tensors: list[Tensor]) -> Planned:
     """
     planned: Planned = globals()[f"_{call.op}"](call, tensors)
     return planned
+
+
+def _gather_requests(call: Call, tensors: list[Tensor]) -> Planned:
+    size, row_pages = call.sizes["B"], call.sizes["P"]
+    block = min(_pow2(row_pages), _GATHER_BLOCK)
+    return Planned(
+        _launcher(metadata_kernels.gather_requests_kernel, 4),
+        (size, triton.cdiv(row_pages, block), 1),
+        (*tensors, row_pages, *(state.stride(0) for state in tensors[2:4])),
+        (block,),
+    )
+
+
+def _scatter_accepted(call: Call, tensors: list[Tensor]) -> Planned:
+    longest, read, written = call.sizes["S+1"], tensors[:5], tensors[-3:]
+    return Planned(
+        _launcher(metadata_kernels.scatter_accepted_kernel, 1),
+        (call.sizes["B"], 1, 1),
+        (*read, *written, longest, *(state.stride(0) for state in written[1:])),
+        (_pow2(longest + 1),),
+    )
 
 
 def _extend_batch(call: Call, tensors: list[Tensor]) -> Planned:
@@ -85,7 +106,7 @@ def _build_tree(call: Call, tensors: list[Tensor]) -> Planned:
     return Planned(
         _launcher(tree_kernels.build_tree_kernel, _warps(block)),
         (size, 1, 1),
-        (*tensors, size, nodes, count, row_pages),
+        (*tensors, call.sizes["max_position"], size, nodes, count, row_pages),
         (call.sizes["page_size"], "scores" not in call.shapes, block, _pow2(max(count, 1))),
     )
 

@@ -26,14 +26,24 @@ _Bundle = TypeVar("_Bundle", bound="Bundle")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and permitted dtypes of a tensor; it is allocated with the first of these."""
+    """Shape and permitted dtypes of a tensor; it is allocated with the first of these.
+
+    Attributes:
+        strided: its strides are any. All others are contiguous.
+    """
 
     shape: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
+    strided: bool = False
 
 
 def ints(*shape: str) -> TensorSpec:
     return TensorSpec(shape, (torch.int32,))
+
+
+def columns(size: str) -> TensorSpec:
+    """One dimension, which may be a column of a matrix."""
+    return TensorSpec((size,), (torch.int32,), strided=True)
 
 
 def ids(*shape: str) -> TensorSpec:
@@ -188,7 +198,7 @@ class Signature:
             raise MetadataError.wrong_dtype(self.name, name, dtype, spec.dtypes)
         if found_device != device:
             raise MetadataError.wrong_device(self.name, name, found_device, device)
-        if strides is not None:
+        if strides is not None and not spec.strided:
             raise MetadataError.not_contiguous(self.name, name, strides)
 
     def _declare(self, parameter: inspect.Parameter, writes: Collection[str]) -> list[str]:

@@ -29,7 +29,7 @@ def _best_candidates(scores, live, nodes, count, BLOCK_C: tl.constexpr):
     return chosen, tl.cumsum(chosen.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["num_requests", "nodes", "count", "row_pages"])
+@triton.jit(do_not_specialize=["max_position", "num_requests", "nodes", "count", "row_pages"])
 def build_tree_kernel(
     requests,
     seq_lens,
@@ -44,6 +44,7 @@ def build_tree_kernel(
     qo_indptr,
     scores,
     parents,
+    max_position,
     num_requests,
     nodes,
     count,
@@ -87,7 +88,7 @@ def build_tree_kernel(
     token = tl.load(draft_tokens + b * count + candidate, mask=draft & live, other=0).to(tl.int32)
     root = tl.load(root_tokens + b).to(tl.int32)
     tl.store(tokens + row, tl.where((n == 0) & live, root, token), mask=inside)
-    tl.store(positions + row, tl.where(live, length + depth, 0), mask=inside)
+    tl.store(positions + row, tl.where(live, tl.minimum(length + depth, max_position), 0), mask=inside)
     slots = slot_of(table, request, length + n, inside & live, row_pages, PAGE)
     tl.store(slot_mapping + row, slots, mask=inside)
     tl.store(mask + row[:, None] * nodes + m, related, mask=inside[:, None] & (m < nodes))

@@ -14,6 +14,7 @@ of rows: sglang#6606.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ GREEDY, SAMPLED, FILTERED = RULES = ("greedy", "sampled", "filtered")
 class Phases:
     """The phases of one round, as methods of a graph mode.
 
-    `draft_tokens`, `accept`, `accepted_rows` and `keep` are public because prompts may share the forwards of
-    verify and draft-extend: round.py then calls them around a forward of its own.
+    `accept`, `accepted_rows` and `keep` are public because prompts may share the forwards of verify and
+    draft-extend: round.py then calls them around a forward of its own.
 
     Attributes:
         rule: how tokens are chosen: all greedy, some sampled, some of these with top_k or top_p.
@@ -50,9 +51,7 @@ class Phases:
     def draft(self, mode: str) -> None:
         """Propose tokens, and lay them out for the target. Without steps there is only the root."""
         tensors, buffers = self.tensors, self.tensors.buffers
-        torch.index_select(self._state.seq_lens, 0, buffers.requests, out=buffers.seq_lens)
-        torch.index_select(self._state.root, 0, buffers.requests, out=buffers.root)
-        self._look_up_pages()
+        md.gather_requests(buffers.requests, tensors.batch.table, self._carried, tensors.gathered)
         if tensors.branches is not None:
             self._draft_tree(mode, tensors.branches)
         elif tensors.steps is not None:
@@ -62,9 +61,9 @@ class Phases:
 
     def verify(self, mode: str) -> None:
         """The target's forward over the draft tokens, their acceptance, and the new lengths."""
-        ids, positions = self.draft_tokens()
-        batch, models = self.tensors.verify_batch, self.resources.models
-        hidden, features = models.target(mode, batch, input_ids=ids[None], position_ids=positions[None])
+        tree, batch, models = self.tensors.tree, self.tensors.verify_batch, self.resources.models
+        given = {"input_ids": tree.tokens[None], "position_ids": tree.positions[None]}
+        hidden, features = models.target(mode, batch, **given)
         self.accept(models.target_head(mode, None, hidden=hidden), features)
 
     def extend(self, mode: str) -> None:
@@ -82,43 +81,36 @@ class Phases:
         """
         tensors, tree, shape = self.tensors, self.tensors.tree, self.tensors.shape
         batch, (tokens, listed) = tensors.batch, self._drafted
+        buffers, accepted = tensors.buffers, tensors.accepted
+        md.gather_requests.compile_ahead(buffers.requests, batch.table, self._carried, tensors.gathered)
+        md.scatter_accepted.compile_ahead(buffers.requests, accepted, buffers.result, self._carried)
         if tensors.steps is not None:
             md.draft_steps.compile_ahead(batch, tensors.steps)
-        md.build_tree.compile_ahead(batch, tensors.buffers.root, tokens, tree, **listed)
+        md.build_tree.compile_ahead(batch, buffers.root, tokens, tree, **listed)
         if self.rule == GREEDY:
             cache, vocabularies = self.resources.cache, [self.resources.target.vocab_size]
             if shape.steps and not shape.is_tree:
                 vocabularies.append(self.resources.models.draft.config.draft_vocab_size)
             for size in vocabularies:
                 compile_argmax_ahead(torch.empty(1, size, dtype=cache.dtype, device=cache.device))
-            md.accept_greedy.compile_ahead(
-                batch, tree.tokens, tree.tokens, tensors.accepted, mask=tensors.mask
-            )
-
-    def draft_tokens(self) -> tuple[Tensor, Tensor]:
-        """(ids, positions) int32 `[B*N]` for the target."""
-        # Rows past the end of the longest request are never emitted, but a table of positions may end there.
-        tree, last = self.tensors.tree, self.resources.limits.max_seq_len - 1
-        return tree.tokens, tree.positions.clamp(max=last)
+            md.accept_greedy.compile_ahead(batch, tree.tokens, tree.tokens, accepted, mask=tensors.mask)
 
     def accept(self, logits: Tensor, features: Tensor) -> None:
         """Accept the draft tokens that `logits [B*N, V]` of the target agree with; keep `features`."""
-        tensors, accepted, state = self.tensors, self.tensors.accepted, self._state
+        buffers, state = self.tensors.buffers, self._state
         self._accept(logits)
-        requests = tensors.buffers.requests.long()
-        if tensors.shape.steps:
-            tensors.buffers.features.copy_(features)
+        if self.tensors.shape.steps:
+            buffers.features.copy_(features)
         elif "feature_ring" in state:  # for a draft that catches up
-            state.feature_ring[requests, tensors.buffers.seq_lens % RING_TOKENS] = features
-        state.seq_lens.index_copy_(0, requests, accepted.new_seq_lens)
-        state.root.index_copy_(0, requests, accepted.bonus)
-        torch.cat([accepted.out_tokens, accepted.accept_length[:, None]], 1, out=tensors.buffers.result)
+            state.feature_ring[buffers.requests.long(), buffers.seq_lens % RING_TOKENS] = features
+        md.scatter_accepted(buffers.requests, self.tensors.accepted, buffers.result, self._carried)
 
     def accepted_rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """(ids, positions int32 `[B*N]`, features `[B*N, F]`) for the draft: N rows of every request."""
         accepted, features = self.tensors.accepted, self.tensors.buffers.features
         if self.tensors.shape.is_tree:  # the path's rows lie apart, and accepting has permuted its slots
-            self._look_up_pages()
+            buffers, table = self.tensors.buffers, self.tensors.batch.table
+            torch.index_select(table, 0, buffers.requests, out=buffers.block_table)
             features = features[accepted.hidden_index]
         return accepted.input_ids, accepted.positions, features
 
@@ -128,16 +120,21 @@ class Phases:
         self._state.hidden.index_copy_(0, self.tensors.buffers.requests.long(), kept)
 
     @property
-    def _drafted(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The tokens that the draft proposes; of a tree also what leads to them."""
-        branches = self.tensors.branches
+    def _drafted(self) -> tuple[Tensor, dict[str, Any]]:
+        """The tokens that the draft proposes, and how they become the target's inputs."""
+        # Rows past the end of the longest request are never emitted, but a table of positions may end there.
+        branches, bound = self.tensors.branches, {"max_position": self.resources.limits.max_seq_len - 1}
         if branches is None:
-            return self.tensors.buffers.drafts, {}
-        return branches.all_tokens, {"scores": branches.all_scores, "parents": branches.all_parents}
+            return self.tensors.buffers.drafts, bound
+        return branches.all_tokens, {"scores": branches.all_scores, "parents": branches.all_parents, **bound}
 
     @property
     def _state(self) -> Buffers:
         return self.resources.state
+
+    @property
+    def _carried(self) -> md.RequestState:
+        return md.RequestState(self._state.seq_lens, self._state.root)
 
     def _draft_chain(self, mode: str, steps: md.DraftSteps) -> None:
         tensors, models = self.tensors, self.resources.models
@@ -230,7 +227,3 @@ class Phases:
         hidden, head = self._state.hidden[self.tensors.buffers.requests], self.resources.models.head
         assert head is not None
         return hidden, head(mode, None, hidden=hidden)
-
-    def _look_up_pages(self) -> None:
-        buffers, table = self.tensors.buffers, self.tensors.batch.table
-        torch.index_select(table, 0, buffers.requests, out=buffers.block_table)

@@ -102,13 +102,13 @@ class Round:
         Returns:
             (first tokens of the prompts that end here int32 `[n]`, features of the prompts `[rows, F]`).
         """
-        ids, positions = self._phases.draft_tokens()
+        tree = self.tensors.tree
         models, mode = self._resources.models, self._prefill.mode
         hidden, features = models.target(
             mode,
             both,
-            input_ids=torch.cat([ids, chunk.ids])[None],
-            position_ids=torch.cat([positions, chunk.positions])[None],
+            input_ids=torch.cat([tree.tokens, chunk.ids])[None],
+            position_ids=torch.cat([tree.positions, chunk.positions])[None],
         )
         rows = self.rows
         asked = torch.cat([hidden[:rows], hidden[rows:][chunk.ends]])

@@ -87,6 +87,11 @@ class RoundTensors:
         return (*self.draft_batches, self.verify_batch, *filter(None, [self.extend_batch]))
 
     @property
+    def gathered(self) -> md.Gathered:
+        """What a round reads of its requests first."""
+        return md.Gathered(self.buffers.seq_lens, self.buffers.root, self.buffers.block_table)
+
+    @property
     def mask(self) -> Tensor | None:
         """The tree's mask; None for a chain."""
         return self.tree.mask if self.shape.is_tree else None
