@@ -104,7 +104,7 @@ def test_logits_of_a_padded_round_and_many_prompts_come_from_one_tape(
 @pytest.mark.parametrize(
     ("shape", "prefill_rows", "max_requests", "largest"),
     [
-        (PLAIN, 512, 32, 544), (PLAIN, 500, 8, 516), (CHAIN, 512, 32, 512 + 32 * CHAIN.nodes),
+        (PLAIN, 512, 32, 560), (PLAIN, 500, 8, 516), (CHAIN, 512, 32, 512 + 32 * CHAIN.nodes),
         (PLAIN, 512, 1, 512), (PLAIN, 600, 32, 512), (PLAIN, 8192, 32, 512), (TREE, 512, 4, 512),
     ],
     ids=str,

@@ -14,6 +14,7 @@ AUTO = "auto"  # the planner chooses a shape for each round
 FULL, PIECEWISE, COMPILED, EAGER = GRAPH_MODES = ("full", "piecewise", "compiled", "eager")
 MAX_DRAFT_TOKENS = 256  # what the kernels of trees hold
 PREFILL_SIZES = (1, 8, 16, 32, 64, 128, 256, 512)  # rows of prompts that have tapes
+FASTER_ROWS = {544: 560}  # cuBLAS of CUDA 13.0, H200: linears of 3B to 14B models take 4 to 14 % less time
 
 
 @dataclass(frozen=True)
@@ -203,8 +204,9 @@ class Limits:
         None where prompts alone have no tapes of so many rows: fewer prompts would be padded to them.
         """
         pairs = product(self.shapes, self.batch_sizes) if self.prefill_rows <= PREFILL_SIZES[-1] else ()
-        rounds = (shape.nodes * size for shape, size in pairs if self.may_share(shape, size))
-        return {self.prefill_rows + -(-rows // 16) * 16 for rows in rounds}
+        rounds = {shape.nodes * size for shape, size in pairs if self.may_share(shape, size)}
+        aligned = {self.prefill_rows + -(-rows // 16) * 16 for rows in rounds}
+        return {FASTER_ROWS.get(rows, rows) for rows in aligned}
 
     @property
     def lookahead(self) -> int:
