@@ -6,7 +6,8 @@ from .attention_op import attention as attention, bind, compile_call_ahead
 from .batch import AttentionBatch as AttentionBatch
 from .batch_buffers import BatchBuffers as BatchBuffers, make_batch as make_batch
 from .implementations import compile_ahead as compile_ahead
+from .joined_batch import joined as joined
 
 register_splitting_op("piecewise::attention", capturable=True, bind=bind, compile_ahead=compile_call_ahead)
 
-__all__ = ["AttentionBatch", "BatchBuffers", "attention", "compile_ahead", "make_batch"]
+__all__ = ["AttentionBatch", "BatchBuffers", "attention", "compile_ahead", "joined", "make_batch"]

@@ -42,6 +42,7 @@ class AttentionBatch:
         tree_mask: bool `[requests, max_query_len, width]`: which of a request's last `width` tokens each of
             its rows sees (its own row and its ancestors); all before them are seen. None = causal.
         host_query_lens, host_seq_lens: the same lengths on the host, for implementations that plan there.
+        parts: batches whose rows, one after another, are this one's, if each is to be served alone.
         num_tokens: rows that the batch describes, padded requests' included.
         expected_tokens: with how many tokens the model has to be called. `BatchBuffers.fill` sets it; None
             where only the device knows.
@@ -62,6 +63,7 @@ class AttentionBatch:
     tree_mask: Tensor | None = None
     host_query_lens: tuple[int, ...] | None = None
     host_seq_lens: tuple[int, ...] | None = None
+    parts: tuple[AttentionBatch, ...] = ()
     num_tokens: int = field(init=False)
     expected_tokens: int | None = field(default=None, init=False, repr=False)
     served_by: dict[tuple[Traits, bool], Callable[[AttentionCall], None]] = field(
@@ -84,7 +86,7 @@ class AttentionBatch:
 
     def over(self, kv_cache: PagedKVCache) -> AttentionBatch:
         """The same requests over another cache of the same pages: a draft's beside its target's."""
-        made = replace(self, kv_cache=kv_cache)
+        made = replace(self, kv_cache=kv_cache, parts=tuple(part.over(kv_cache) for part in self.parts))
         made.expected_tokens = self.expected_tokens
         return made
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -25,7 +25,7 @@ class AttentionCall:
         window: a token sees itself and the `window - 1` tokens before it; None = all of them.
         softcap: scores become `softcap * tanh(score / softcap)`; None = as they are.
         live: how many of the rows are tokens of the forward; the rest is padding. None = all.
-        memo: an implementation's own, for what depends on this call alone.
+        memo: what depends on this call alone: an implementation's own, and calls `of_rows`.
 
     In a captured model the same call object comes back with every batch.
 
@@ -61,6 +61,16 @@ class AttentionCall:
         """How many rows a batch may describe: with padding, and without."""
         rows = self.q.shape[0]
         return rows, rows if self.live is None else self.live
+
+    def of_rows(self, start: int, stop: int | None) -> AttentionCall:
+        """The same of some rows, with the padding behind them where `stop` is None."""
+        found: AttentionCall | None = self.memo.get((start, stop))
+        if found is None:
+            q, k, v, out = (tensor[start:stop] for tensor in (self.q, self.k, self.v, self.out))
+            live = None if self.live is None or stop is not None else self.live - start
+            found = replace(self, q=q, k=k, v=v, out=out, live=live)
+            self.memo[start, stop] = found
+        return found
 
     @cached_property
     def traits(self) -> Traits:

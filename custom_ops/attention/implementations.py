@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -60,8 +60,19 @@ def serve(batch: AttentionBatch, call: AttentionCall, captured: bool) -> None:
         raise AttentionError.wrong_layer(call.layer, batch.kv_cache.num_layers)
     attend = batch.served_by.get((call.traits, captured))
     if attend is None:
-        attend = use(choose(call, batch, captured), batch, call, captured)
+        if batch.parts:
+            attend = batch.served_by[call.traits, captured] = partial(_serve_parts, batch.parts, captured)
+        else:
+            attend = use(choose(call, batch, captured), batch, call, captured)
     attend(call)
+
+
+def _serve_parts(parts: Sequence[AttentionBatch], captured: bool, call: AttentionCall) -> None:
+    start = 0
+    for part in parts:
+        stop = None if part is parts[-1] else start + part.num_tokens
+        serve(part, call.of_rows(start, stop), captured)
+        start += part.num_tokens
 
 
 def use(

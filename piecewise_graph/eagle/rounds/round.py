@@ -11,12 +11,11 @@ Source: chunked prefill, Sarathi-Serve (arXiv 2403.02310).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from piecewise_graph.custom_ops.attention import AttentionBatch, compile_ahead
+from piecewise_graph.custom_ops.attention import AttentionBatch, compile_ahead, joined
 from piecewise_graph.custom_ops.kv_cache import overwrite_ints
 
 from ..options import FULL
@@ -61,7 +60,7 @@ class Round:
                 first, features = self._verify_with(chunk, both)
             launch = Launch(result, first, shape, requests, chunk.started)
             with named("extend"):
-                self._extend_with(chunk, both, first, features)
+                self._extend_with(chunk, first, features)
             return launch
         verify()
         launch = Launch(result, None, shape, requests)
@@ -117,18 +116,17 @@ class Round:
         # A copy, since kernels that choose are made ahead for logits that begin at a multiple of 16 bytes.
         return self._prefill.choose(chunk, logits[rows:].clone()), features[rows:]
 
-    def _extend_with(self, chunk: Chunk, both: AttentionBatch, first: Tensor, features: Tensor) -> None:
-        """The draft over the accepted tokens and the prompts, whose requests are `both`."""
+    def _extend_with(self, chunk: Chunk, first: Tensor, features: Tensor) -> None:
+        """The draft over the accepted tokens and the prompts."""
         batch, extend = self.tensors.extend_batch, self._resources.models.extend
         if batch is None:  # plain decoding drafts nothing
             self._prefill.extend(chunk, features, first)
             return
         assert extend is not None
-        slots = torch.cat([batch.slot_mapping, chunk.attention.slot_mapping])
         ids, positions, accepted_features = self._phases.accepted_rows()
         hidden = extend(
             self._prefill.mode,
-            replace(both, kv_cache=batch.kv_cache, slot_mapping=slots),
+            joined(batch, chunk.attention),
             input_ids=torch.cat([ids, chunk.draft_ids(first)]),
             positions=torch.cat([positions, chunk.positions]),
             features=torch.cat([accepted_features, features]),
@@ -143,16 +141,3 @@ class Round:
         if slots != self._slots:
             overwrite_ints(self.tensors.buffers.requests, slots)
             self._slots = slots
-
-
-def joined(first: AttentionBatch, second: AttentionBatch) -> AttentionBatch:
-    """The requests of both, over the cache of the first; lengths stay on the device."""
-    return AttentionBatch(
-        first.kv_cache,
-        block_table=torch.cat([first.block_table, second.block_table]),
-        seq_lens=torch.cat([first.seq_lens, second.seq_lens]),
-        qo_indptr=torch.cat([first.qo_indptr, second.qo_indptr[1:] + first.num_tokens]),
-        slot_mapping=torch.cat([first.slot_mapping, second.slot_mapping]),
-        max_query_len=max(first.max_query_len, second.max_query_len),
-        max_seq_len=max(first.max_seq_len, second.max_seq_len),
-    )
