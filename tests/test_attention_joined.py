@@ -23,7 +23,9 @@ def test_kernels_in_the_interpreter() -> None:
     assert_passes_interpreted(__file__)
 
 
-def joined_case(shape: Shape, decoding: int, dtype: torch.dtype, implementation: str, seed: int = 0) -> Case:
+def joined_case(
+    shape: Shape, decoding: int, longest: int, dtype: torch.dtype, implementation: str, seed: int
+) -> Case:
     """The first `decoding` requests, of equally many rows, and the others, joined."""
     case = make_case(shape, dtype=dtype, device=DEVICE, implementation=implementation, seed=seed)
     batch, rows = case.batch, shape.lengths[0][1]
@@ -38,7 +40,7 @@ def joined_case(shape: Shape, decoding: int, dtype: torch.dtype, implementation:
         batch.qo_indptr[decoding:] - decoding * rows, batch.slot_mapping[decoding * rows :],
         max_query_len=batch.max_query_len, **bound,
     )  # fmt: skip
-    return replace(case, batch=joined(first, second))
+    return replace(case, batch=joined(first, second, longest))
 
 
 def padded(case: Case, rows: int) -> Case:
@@ -49,24 +51,30 @@ def padded(case: Case, rows: int) -> Case:
     return replace(case, call=replace(call, q=q, k=k, v=v, out=out, live=len(call.q)))
 
 
-def mixed(lengths: list[int], rows: int, prompts: list[tuple[int, int]], kv_heads: int, dim: int) -> Shape:
-    return Shape(tuple((n, rows) for n in lengths) + tuple(prompts), 2 * kv_heads, kv_heads, dim)
+def mixed(
+    lengths: list[int], rows: int, prompts: list[tuple[int, int]], group: int, kv_heads: int, dim: int
+) -> Shape:
+    return Shape(tuple((n, rows) for n in lengths) + tuple(prompts), group * kv_heads, kv_heads, dim)
 
 
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 70), min_size=1, max_size=9), st.integers(1, 4), PROMPTS,
-    st.sampled_from([1, 2, 4]), st.sampled_from([64, 80]), st.integers(0, 3), st.integers(0, 99),
+    st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([64, 80]),
+    st.sampled_from([2048, 2049]), st.integers(0, 3), st.integers(0, 99),
 )  # fmt: skip
 def test_joined_batches_equal_the_loop(
-    lengths: list[int], rows: int, prompts: list[tuple[int, int]], kv_heads: int, dim: int, extra: int,
-    seed: int,
+    lengths: list[int], rows: int, prompts: list[tuple[int, int]], group: int, kv_heads: int, dim: int,
+    longest: int, extra: int, seed: int,
 ) -> None:  # fmt: skip
-    """Requests that are a program or more for every multiprocessor are served alone. `extra`: padding."""
-    shape = mixed(lengths, rows, prompts, kv_heads, dim)
-    case = joined_case(shape, len(lengths), torch.float64, "torch", seed)
-    alone = dim > 64 and len(lengths) * kv_heads >= multiprocessors(DEVICE)
-    assert len(case.batch.parts) == (2 if alone else 0)
+    """Requests that are long, or a program or more for every multiprocessor, are served alone.
+
+    `extra`: rows of padding.
+    """
+    shape = mixed(lengths, rows, prompts, group, kv_heads, dim)
+    case = joined_case(shape, len(lengths), longest, torch.float64, "torch", seed)
+    many = dim > 64 and len(lengths) * kv_heads >= multiprocessors(DEVICE)
+    apart = group > 1 and (many or longest > 2048)
     wanted, tokens = expected(case), len(case.call.q)
     case = padded(case, extra) if extra else case
     for _ in range(2):
@@ -75,7 +83,7 @@ def test_joined_batches_equal_the_loop(
         assert (found[:tokens] - wanted).norm() < 1e-9 * wanted.norm()
         assert bool((found[tokens:] == WRONG).all())
         case.call.out.fill_(WRONG)
-    assert all(bool(part.served_by) for part in case.batch.parts)
+    assert [bool(part.served_by) for part in case.batch.parts] == [apart, apart]
 
 
 class TestKernels:
@@ -89,9 +97,9 @@ class TestKernels:
     def test_joined_batches_equal_the_loop(
         self, lengths: list[int], rows: int, prompts: list[tuple[int, int]], dim: int, seed: int
     ) -> None:
-        """They are many for the interpreter; for a GPU the prompts are as many as there have to be."""
+        """They are many for the interpreter's multiprocessors, and for those of a GPU in larger numbers."""
         lengths = lengths * (1 if INTERPRETED else 18)
-        shape = mixed(lengths, rows, prompts, 1, dim)
-        case = joined_case(shape, len(lengths), torch.float16, "triton", seed)
-        assert bool(case.batch.parts) == (dim > 64)
+        shape = mixed(lengths, rows, prompts, 2, 1, dim)
+        case = joined_case(shape, len(lengths), 0, torch.float16, "triton", seed)
         check(case, 2e-3)
+        assert bool(case.batch.parts[0].served_by) == (dim > 64)

@@ -42,7 +42,8 @@ class AttentionBatch:
         tree_mask: bool `[requests, max_query_len, width]`: which of a request's last `width` tokens each of
             its rows sees (its own row and its ancestors); all before them are seen. None = causal.
         host_query_lens, host_seq_lens: the same lengths on the host, for implementations that plan there.
-        parts: batches whose rows, one after another, are this one's, if each is to be served alone.
+        parts: batches whose rows, one after another, are this one's; each may be served alone.
+        longest: tokens of the longest request of the first part.
         num_tokens: rows that the batch describes, padded requests' included.
         expected_tokens: with how many tokens the model has to be called. `BatchBuffers.fill` sets it; None
             where only the device knows.
@@ -64,6 +65,7 @@ class AttentionBatch:
     host_query_lens: tuple[int, ...] | None = None
     host_seq_lens: tuple[int, ...] | None = None
     parts: tuple[AttentionBatch, ...] = ()
+    longest: int = 0
     num_tokens: int = field(init=False)
     expected_tokens: int | None = field(default=None, init=False, repr=False)
     served_by: dict[tuple[Traits, bool], Callable[[AttentionCall], None]] = field(

@@ -13,6 +13,7 @@ from ..errors import AttentionError
 from ..kv_cache import PagedKVCache
 from .batch import AttentionBatch
 from .call import AttentionCall, Traits
+from .joined_batch import served_apart
 from .modes import Mode
 
 # Imported when asked for. Each module has a MODE; the preferred one stands first.
@@ -60,7 +61,7 @@ def serve(batch: AttentionBatch, call: AttentionCall, captured: bool) -> None:
         raise AttentionError.wrong_layer(call.layer, batch.kv_cache.num_layers)
     attend = batch.served_by.get((call.traits, captured))
     if attend is None:
-        if batch.parts:
+        if served_apart(batch, call.traits):
             attend = batch.served_by[call.traits, captured] = partial(_serve_parts, batch.parts, captured)
         else:
             attend = use(choose(call, batch, captured), batch, call, captured)

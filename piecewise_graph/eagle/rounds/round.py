@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from piecewise_graph.custom_ops.attention import AttentionBatch, compile_ahead, joined
+from piecewise_graph.custom_ops.attention import compile_ahead, joined
 from piecewise_graph.custom_ops.kv_cache import overwrite_ints
 
 from ..options import FULL
@@ -55,12 +55,12 @@ class Round:
         draft, verify, *rest = self.runners
         draft()
         if chunk is not None:
-            both = joined(self.tensors.verify_batch, chunk.attention)
+            longest = max((request.length for request in requests), default=0)
             with named("verify"):
-                first, features = self._verify_with(chunk, both)
+                first, features = self._verify_with(chunk, longest)
             launch = Launch(result, first, shape, requests, chunk.started)
             with named("extend"):
-                self._extend_with(chunk, first, features)
+                self._extend_with(chunk, longest, first, features)
             return launch
         verify()
         launch = Launch(result, None, shape, requests)
@@ -95,8 +95,8 @@ class Round:
         self._fill([])
         return {runner.name: runner.seconds(self._resources.device) for runner in self.runners}
 
-    def _verify_with(self, chunk: Chunk, both: AttentionBatch) -> tuple[Tensor, Tensor]:
-        """The target over the draft tokens and the prompts, whose requests are `both`.
+    def _verify_with(self, chunk: Chunk, longest: int) -> tuple[Tensor, Tensor]:
+        """The target over the draft tokens and the prompts; the longest request has so many tokens.
 
         Returns:
             (first tokens of the prompts that end here int32 `[n]`, features of the prompts `[rows, F]`).
@@ -105,7 +105,7 @@ class Round:
         models, mode = self._resources.models, self._prefill.mode
         hidden, features = models.target(
             mode,
-            both,
+            joined(self.tensors.verify_batch, chunk.attention, longest),
             input_ids=torch.cat([tree.tokens, chunk.ids])[None],
             position_ids=torch.cat([tree.positions, chunk.positions])[None],
         )
@@ -116,7 +116,7 @@ class Round:
         # A copy, since kernels that choose are made ahead for logits that begin at a multiple of 16 bytes.
         return self._prefill.choose(chunk, logits[rows:].clone()), features[rows:]
 
-    def _extend_with(self, chunk: Chunk, first: Tensor, features: Tensor) -> None:
+    def _extend_with(self, chunk: Chunk, longest: int, first: Tensor, features: Tensor) -> None:
         """The draft over the accepted tokens and the prompts."""
         batch, extend = self.tensors.extend_batch, self._resources.models.extend
         if batch is None:  # plain decoding drafts nothing
@@ -126,7 +126,7 @@ class Round:
         ids, positions, accepted_features = self._phases.accepted_rows()
         hidden = extend(
             self._prefill.mode,
-            joined(batch, chunk.attention),
+            joined(batch, chunk.attention, longest),
             input_ids=torch.cat([ids, chunk.draft_ids(first)]),
             positions=torch.cat([positions, chunk.positions]),
             features=torch.cat([accepted_features, features]),
