@@ -32,6 +32,7 @@ from eagle_engine_cases import (
 from hypothesis import given, settings, strategies as st
 
 import piecewise_graph as pg
+from piecewise_graph.custom_ops.attention import implementations
 from piecewise_graph.eagle import DraftShape, Engine, Request, Sampling, Speculator
 from piecewise_graph.eagle.rounds.round_launch import Launch
 from piecewise_graph.errors import RankError
@@ -102,16 +103,22 @@ class Watched:
 @settings(max_examples=25)
 @given(
     schedules(), st.sampled_from(SHAPES), st.booleans(), st.integers(1, 4), st.integers(0, 60),
-    st.sampled_from([1, 7, 24]),
+    st.sampled_from([1, 7, 24]), st.booleans(),
 )  # fmt: skip
 def test_any_schedule_gives_the_tokens_of_a_lone_run(
-    schedule: list[dict[str, Any]], shape: DraftShape, overlap: bool, at_once: int, spare: int, rows: int
-) -> None:
-    """Arrivals, lengths, stop tokens, aborts and page pressure; prompts in chunks of any size."""
+    schedule: list[dict[str, Any]], shape: DraftShape, overlap: bool, at_once: int, spare: int, rows: int,
+    apart: bool,
+) -> None:  # fmt: skip
+    """Arrivals, lengths, stop tokens, aborts and page pressure; prompts in chunks of any size.
+
+    Attention of prompts and of the requests beside them is one call, or one of each.
+    """
     loop = make(max_requests=at_once, num_pages=1 + LENGTH + LOOKAHEAD + spare, prefill_rows=rows)
     engine = loop.engine(shape=shape, overlap=overlap)
     watched = Watched(engine, schedule)
-    watched.run()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(implementations, "served_apart", lambda batch, _: apart and bool(batch.parts))
+        watched.run()
     for asked, request in watched.requests:
         wanted = lone(request, shape)
         if request.aborted:

@@ -19,6 +19,7 @@ from eagle_engine_cases import CHAIN, HOW, LENGTH, LOOKAHEAD, PLAIN, lone, make,
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import piecewise_graph as pg
+from piecewise_graph.custom_ops.attention import implementations
 from piecewise_graph.eagle import DraftShape, Request, Speculator, SpeculatorError
 from piecewise_graph.eagle.rounds.prefill import Piece
 from piecewise_graph.eagle.rounds.round_launch import Launch
@@ -58,10 +59,17 @@ def chunked(shape: DraftShape) -> Speculator:
     return loop
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("shape", [PLAIN, CHAIN], ids=str)
-def test_prompts_share_the_forwards_of_rounds(shape: DraftShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One forward of the target and its head per step, of a round and a whole chunk; one of the draft."""
+def test_prompts_share_the_forwards_of_rounds(
+    shape: DraftShape, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One forward of the target and its head per step, of a round and a whole chunk; one of the draft.
+
+    Attention of both is one call, or one of each.
+    """
     monkeypatch.setattr(Pace, "begin", lambda *_: Timed(True))
+    monkeypatch.setattr(implementations, "served_apart", lambda batch, _: apart and bool(batch.parts))
     length, loop = 30, chunked(shape)
     engine = loop.engine(overlap=True)
     first = engine.add_request(small_prompts([3])[0], max_new_tokens=30)
