@@ -201,8 +201,8 @@ MUTANTS = [
     Mutant(
         "the pages of a tree are those before its commit",
         f"{EAGLE}/rounds/phases.py",
-        "            self._look_up_pages()\n            features = features[accepted.hidden_index]",
-        "            features = features[accepted.hidden_index]",
+        "            torch.index_select(table, 0, buffers.requests, out=buffers.block_table)\n",
+        "",
         "tests/test_eagle_greedy.py -k accepted_whole",
     ),
     Mutant(
