@@ -290,6 +290,11 @@ class AttentionError(PiecewiseError, ValueError):
         return cls._of_batch(what, "make BatchBuffers without uniform=True for such batches")
 
     @classmethod
+    def not_joinable(cls) -> AttentionError:
+        what = "a batch with a tree mask, or a first one without query_len, is to be joined with prompts"
+        return cls._of_batch(what, "call the model once for each batch")
+
+    @classmethod
     def wrong_pages(cls, table: tuple[int, object], cache: tuple[int, object]) -> AttentionError:
         what = "a request table with pages of {} tokens on {}, and a KV cache with pages of {} on {}"
         remedy = "make the table with RequestTable.for_cache(cache, ...)"
@@ -417,6 +422,10 @@ class MetadataError(PiecewiseError, ValueError):
             f"{op}: level {level} of {steps} steps.",
             "count levels from 0, the root's children, to steps - 1.",
         )
+
+    @classmethod
+    def no_such_position(cls, op: str, position: int, most: int) -> MetadataError:
+        return cls(f"{op}: max_position is {position}.", f"pass a position from 0 to {most}.")
 
     @classmethod
     def half_a_tree(cls, op: str) -> MetadataError:

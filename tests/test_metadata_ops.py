@@ -82,6 +82,10 @@ def test_errors_say_what_to_do() -> None:
     assert "page size of 1" in info.value.remedy
     with pytest.raises(md.MetadataError, match="a root and 2 draft tokens"):
         md.build_tree(batch, batch.ints(3), batch.ints(3, 2), md.Tree.allocate(batch, nodes=4))
+    for last in (-1, 2**31):
+        with pytest.raises(md.MetadataError, match=f"max_position is {last}"):
+            tree = md.Tree.allocate(batch, nodes=4)
+            md.build_tree(batch, batch.ints(3), batch.ints(3, 3), tree, max_position=last)
     with pytest.raises(md.MetadataError, match=r"level 2 of 2 steps"):
         branches = md.Branches.allocate(batch, steps=2, topk=2)
         md.select_branches(batch.requests, 2, torch.ones(3, 2, 2), batch.ints(3, 2, 2), branches)

@@ -42,9 +42,9 @@ class AttentionBatch:
         tree_mask: bool `[requests, max_query_len, width]`: which of a request's last `width` tokens each of
             its rows sees (its own row and its ancestors); all before them are seen. None = causal.
         host_query_lens, host_seq_lens: the same lengths on the host, for implementations that plan there.
-        parts: batches whose rows, one after another, are this one's; each may be served alone.
-        longest: tokens of the longest request of the first part.
         num_tokens: rows that the batch describes, padded requests' included.
+        parts: batches whose rows, one after another, are this one's; each may be served alone. See `joined`.
+        longest: with parts, roughly the tokens of the longest request of the first one.
         expected_tokens: with how many tokens the model has to be called. `BatchBuffers.fill` sets it; None
             where only the device knows.
         served_by: the step that `implementations.serve` has prepared for equal calls, captured or not.
@@ -64,9 +64,9 @@ class AttentionBatch:
     tree_mask: Tensor | None = None
     host_query_lens: tuple[int, ...] | None = None
     host_seq_lens: tuple[int, ...] | None = None
-    parts: tuple[AttentionBatch, ...] = ()
-    longest: int = 0
     num_tokens: int = field(init=False)
+    parts: tuple[AttentionBatch, ...] = field(default=(), init=False, repr=False)
+    longest: int = field(default=0, init=False, repr=False)
     expected_tokens: int | None = field(default=None, init=False, repr=False)
     served_by: dict[tuple[Traits, bool], Callable[[AttentionCall], None]] = field(
         default_factory=dict, init=False, repr=False
@@ -88,7 +88,8 @@ class AttentionBatch:
 
     def over(self, kv_cache: PagedKVCache) -> AttentionBatch:
         """The same requests over another cache of the same pages: a draft's beside its target's."""
-        made = replace(self, kv_cache=kv_cache, parts=tuple(part.over(kv_cache) for part in self.parts))
+        made = replace(self, kv_cache=kv_cache)
+        made.parts, made.longest = tuple(part.over(kv_cache) for part in self.parts), self.longest
         made.expected_tokens = self.expected_tokens
         return made
 

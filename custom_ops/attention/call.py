@@ -25,7 +25,7 @@ class AttentionCall:
         window: a token sees itself and the `window - 1` tokens before it; None = all of them.
         softcap: scores become `softcap * tanh(score / softcap)`; None = as they are.
         live: how many of the rows are tokens of the forward; the rest is padding. None = all.
-        memo: what depends on this call alone: an implementation's own, and calls `of_rows`.
+        memo: what depends on this call alone: what implementations keep, and the results of `of_rows`.
 
     In a captured model the same call object comes back with every batch.
 
@@ -63,7 +63,7 @@ class AttentionCall:
         return rows, rows if self.live is None else self.live
 
     def of_rows(self, start: int, stop: int | None) -> AttentionCall:
-        """The same of some rows, with the padding behind them where `stop` is None."""
+        """This call for rows `start` to `stop - 1`; None = to the end, padding included."""
         found: AttentionCall | None = self.memo.get((start, stop))
         if found is None:
             q, k, v, out = (tensor[start:stop] for tensor in (self.q, self.k, self.v, self.out))

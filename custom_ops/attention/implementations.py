@@ -69,6 +69,7 @@ def serve(batch: AttentionBatch, call: AttentionCall, captured: bool) -> None:
 
 
 def _serve_parts(parts: Sequence[AttentionBatch], captured: bool, call: AttentionCall) -> None:
+    """Serve the rows of each part alone. Those of padding stand behind the last one."""
     start = 0
     for part in parts:
         stop = None if part is parts[-1] else start + part.num_tokens

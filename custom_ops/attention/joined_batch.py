@@ -6,6 +6,7 @@ import torch
 
 from piecewise_graph.kernels.launch import multiprocessors
 
+from ..errors import AttentionError
 from .batch import AttentionBatch
 from .call import Traits
 
@@ -16,36 +17,45 @@ def joined(first: AttentionBatch, second: AttentionBatch, longest: int) -> Atten
     """The requests of both, over the cache of the first; lengths stay on the device.
 
     Args:
-        first: decoding or verifying requests, all with the same number of rows.
+        first: decoding or verifying requests, all with `query_len` rows, padded ones included.
         second: prompts; their rows stand behind.
-        longest: tokens of the longest request of `first`; a few more or less decide nothing but the speed.
+        longest: tokens of the longest request of `first`, roughly: it decides the speed alone.
+
+    Raises:
+        AttentionError: one has a tree mask, or `first` has no query_len.
     """
-    kv_cache = first.kv_cache
+    kv_cache, rows = first.kv_cache, first.num_tokens
+    if first.query_len is None or any(batch.tree_mask is not None for batch in (first, second)):
+        raise AttentionError.not_joinable()
     if second.kv_cache is not kv_cache:
         second = second.over(kv_cache)
-    return AttentionBatch(
+    starts = torch.arange(0, rows + 1, first.query_len, dtype=torch.int32, device=kv_cache.device)
+    both = AttentionBatch(
         kv_cache,
         block_table=torch.cat([first.block_table, second.block_table]),
         seq_lens=torch.cat([first.seq_lens, second.seq_lens]),
-        qo_indptr=torch.cat([first.qo_indptr, second.qo_indptr[1:] + first.num_tokens]),
+        qo_indptr=torch.cat([starts, second.qo_indptr[1:] + rows]),
         slot_mapping=torch.cat([first.slot_mapping, second.slot_mapping]),
         max_query_len=max(first.max_query_len, second.max_query_len),
         max_seq_len=max(first.max_seq_len, second.max_seq_len),
-        parts=(first, second),
-        longest=longest,
     )
+    both.parts, both.longest = (first, second), longest
+    return both
 
 
 def served_apart(batch: AttentionBatch, traits: Traits) -> bool:
     """Whether the parts of a batch are faster in launches of their own.
 
     One launch gives every request the tiles that prompts want. A multiprocessor runs one program with tiles
-    of 128 rows at a time, so many decoding requests wait for each other; and the tokens of a long one are not
-    split over programs. With a KV head per query head decoding reads so much that it had better run while
-    prompts compute. Measured on an H200 with 8 to 64 requests of 160 to 8,192 tokens.
+    of 128 rows at a time: many decoding requests wait for each other. The tokens of a long one are not split
+    over programs. With a KV head per query head decoding reads so much that it had better run while prompts
+    compute. float32 and deterministic calls have small tiles in any case. Measured on an H200 with 8 to 64
+    requests of 160 and 8,192 tokens.
     """
-    if not batch.parts or traits.group == 1:
+    if not batch.parts or traits.group == 1 or traits.dtype.itemsize > 2 or traits.deterministic:
         return False
-    programs = batch.parts[0].num_requests * traits.kv_heads
-    many = traits.head_dim > 64 and programs >= multiprocessors(batch.seq_lens.device)
-    return many or batch.longest > _LONG
+    first, second = batch.parts
+    seen = batch.longest if traits.window is None else min(batch.longest, traits.window)
+    large = traits.head_dim > 64 and second.max_query_len * traits.group > 64
+    programs = first.num_requests * traits.kv_heads
+    return seen > _LONG or (large and programs >= multiprocessors(batch.kv_cache.device))

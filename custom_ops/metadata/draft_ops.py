@@ -141,7 +141,9 @@ def select_branches(
 
 def _tree_rule(call: Call) -> None:
     check_nodes(call)
-    nodes, count = call.sizes["N"], call.sizes["M"]
+    nodes, count, last = (call.sizes[name] for name in ("N", "M", "max_position"))
+    if not 0 <= last <= MAX_POSITION:
+        raise MetadataError.no_such_position(call.op, last, MAX_POSITION)
     if ("scores" in call.shapes) != ("parents" in call.shapes):
         raise MetadataError.half_a_tree(call.op)
     if count < nodes - 1 or ("scores" not in call.shapes and count != nodes - 1):

@@ -64,7 +64,7 @@ class Batch(Bundle):
 
 @dataclass(frozen=True)
 class RequestState(Bundle):
-    """What requests carry from round to round, by their row of the table; columns of one matrix, maybe.
+    """What requests carry from round to round, by their row of the table. They may be columns of a matrix.
 
     Attributes:
         seq_lens: tokens whose target K and V are right.

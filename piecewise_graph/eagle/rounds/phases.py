@@ -122,8 +122,9 @@ class Phases:
     @property
     def _drafted(self) -> tuple[Tensor, dict[str, Any]]:
         """The tokens that the draft proposes, and how they become the target's inputs."""
+        branches = self.tensors.branches
         # Rows past the end of the longest request are never emitted, but a table of positions may end there.
-        branches, bound = self.tensors.branches, {"max_position": self.resources.limits.max_seq_len - 1}
+        bound = {"max_position": self.resources.limits.max_seq_len - 1}
         if branches is None:
             return self.tensors.buffers.drafts, bound
         return branches.all_tokens, {"scores": branches.all_scores, "parents": branches.all_parents, **bound}
