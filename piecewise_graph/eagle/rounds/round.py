@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from piecewise_graph.custom_ops.attention import compile_ahead, joined
+from piecewise_graph.custom_ops.attention import AttentionBatch, compile_ahead, joined
 from piecewise_graph.custom_ops.kv_cache import overwrite_ints
 
 from ..options import FULL
@@ -56,11 +56,12 @@ class Round:
         draft()
         if chunk is not None:
             longest = max((request.length for request in requests), default=0)
+            both = joined(self.tensors.verify_batch, chunk.attention, longest)
             with named("verify"):
-                first, features = self._verify_with(chunk, longest)
+                first, features = self._verify_with(chunk, both)
             launch = Launch(result, first, shape, requests, chunk.started)
             with named("extend"):
-                self._extend_with(chunk, longest, first, features)
+                self._extend_with(chunk, both, first, features)
             return launch
         verify()
         launch = Launch(result, None, shape, requests)
@@ -95,17 +96,16 @@ class Round:
         self._fill([])
         return {runner.name: runner.seconds(self._resources.device) for runner in self.runners}
 
-    def _verify_with(self, chunk: Chunk, longest: int) -> tuple[Tensor, Tensor]:
-        """The target over the draft tokens and the prompts; the longest request has so many tokens.
+    def _verify_with(self, chunk: Chunk, both: AttentionBatch) -> tuple[Tensor, Tensor]:
+        """The target over the draft tokens and the prompts, whose requests are `both`.
 
         Returns:
             (first tokens of the prompts that end here int32 `[n]`, features of the prompts `[rows, F]`).
         """
-        tree = self.tensors.tree
-        models, mode = self._resources.models, self._prefill.mode
+        tree, models, mode = self.tensors.tree, self._resources.models, self._prefill.mode
         hidden, features = models.target(
             mode,
-            joined(self.tensors.verify_batch, chunk.attention, longest),
+            both,
             input_ids=torch.cat([tree.tokens, chunk.ids])[None],
             position_ids=torch.cat([tree.positions, chunk.positions])[None],
         )
@@ -116,8 +116,8 @@ class Round:
         # A copy, since kernels that choose are made ahead for logits that begin at a multiple of 16 bytes.
         return self._prefill.choose(chunk, logits[rows:].clone()), features[rows:]
 
-    def _extend_with(self, chunk: Chunk, longest: int, first: Tensor, features: Tensor) -> None:
-        """The draft over the accepted tokens and the prompts."""
+    def _extend_with(self, chunk: Chunk, both: AttentionBatch, first: Tensor, features: Tensor) -> None:
+        """The draft over the accepted tokens and the prompts, whose requests are `both`."""
         batch, extend = self.tensors.extend_batch, self._resources.models.extend
         if batch is None:  # plain decoding drafts nothing
             self._prefill.extend(chunk, features, first)
@@ -126,7 +126,7 @@ class Round:
         ids, positions, accepted_features = self._phases.accepted_rows()
         hidden = extend(
             self._prefill.mode,
-            joined(batch, chunk.attention, longest),
+            both.over(batch.kv_cache),  # accepted tokens of a chain stay in their slots
             input_ids=torch.cat([ids, chunk.draft_ids(first)]),
             positions=torch.cat([positions, chunk.positions]),
             features=torch.cat([accepted_features, features]),
