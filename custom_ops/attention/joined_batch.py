@@ -10,7 +10,7 @@ from ..errors import AttentionError
 from .batch import AttentionBatch
 from .call import Traits
 
-_LONG = 2048  # tokens
+_LONG = 1024  # tokens
 
 
 def joined(first: AttentionBatch, second: AttentionBatch, longest: int) -> AttentionBatch:
@@ -50,7 +50,7 @@ def served_apart(batch: AttentionBatch, traits: Traits) -> bool:
     of 128 rows at a time: many decoding requests wait for each other. The tokens of a long one are not split
     over programs. With a KV head per query head decoding reads so much that it had better run while prompts
     compute. float32 and deterministic calls have small tiles in any case. Measured on an H200 with 8 to 64
-    requests of 160 and 8,192 tokens.
+    requests of 160 to 8,192 tokens.
     """
     if not batch.parts or traits.group == 1 or traits.dtype.itemsize > 2 or traits.deterministic:
         return False
