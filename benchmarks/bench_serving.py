@@ -12,6 +12,7 @@ requests:
     extend=eager      draft-extend as plain PyTorch
     graphs=piecewise  forwards are tapes, attention between the graphs
     steps=0           plain decoding
+    steps=auto        the planner chooses one of both for every round
 
 on two loads:
 
@@ -55,9 +56,11 @@ from piecewise_graph.eagle import Speculator
 STEPS, ACCEPT_LENGTH = 3, 2.5
 PAIRS = {f"byte-{kind}": kind for kind in HEADS}
 GIVEN = "as given"
-COMPARED = {"overlap": "overlap=off", "extend": "extend=eager", "graphs": "graphs=piecewise",
-            "speculation": "steps=0"}  # fmt: skip
-DECODED = ("overlap=off", "steps=0")  # sides of the decode load, beside the given one
+PLAIN = "steps=0"
+COMPARED = {"overlap": (GIVEN, "overlap=off"), "extend": (GIVEN, "extend=eager"),
+            "graphs": (GIVEN, "graphs=piecewise"), "speculation": (GIVEN, PLAIN),
+            "auto": ("steps=auto", PLAIN)}  # fmt: skip
+DECODED = (COMPARED["overlap"], COMPARED["speculation"])
 PARTS = (*COMPARED, "decode", "idle")
 DECODE_PROMPT = 16  # tokens: those of 32 requests fit into one step
 TRACED = (1, 16)  # requests
@@ -120,9 +123,9 @@ def bench(subject: Subject, options: argparse.Namespace) -> Iterator[list[Row]]:
     """Rows of one subject, part by part."""
     yield [{"kind": "start", "shape": subject.name, "start_s": subject.start_seconds}]
     for users in options.users:
-        changes = [change for part, change in COMPARED.items() if part in options.parts]
-        if changes:
-            yield measured(subject, "serving", users, changes, options)
+        compared = [pair for part, pair in COMPARED.items() if part in options.parts]
+        if compared:
+            yield measured(subject, "serving", users, compared, options)
         if "decode" in options.parts:
             yield measured(subject, "decode", users, DECODED, options)
         if "idle" in options.parts and users in TRACED:
@@ -130,9 +133,10 @@ def bench(subject: Subject, options: argparse.Namespace) -> Iterator[list[Row]]:
 
 
 def measured(
-    subject: Subject, kind: str, users: int, changes: Sequence[str], options: argparse.Namespace
+    subject: Subject, kind: str, users: int, pairs: Sequence[tuple[str, str]], options: argparse.Namespace
 ) -> list[Row]:
-    """A row per side, medians over its turns, and a row per ratio of the given side to another."""
+    """A row per side, medians over its turns, and a row per ratio of the sides of a pair."""
+    changes = dict.fromkeys(side for pair in pairs for side in pair if side != GIVEN)
     sides = {GIVEN: subject.base}
     sides |= {change: subject.base.but(change, has_draft=True) for change in changes}
     count = users * (options.requests_per_user if kind == "serving" else 1)
@@ -145,10 +149,10 @@ def measured(
         for side, turns in found.items()
     ]  # fmt: skip
     return rows + [
-        {"kind": "ratio", **place, "max_concurrency": users, "ratio": f"{GIVEN} / {change}",
-         "acceptance": acceptance(found[GIVEN][0].synthetic), **asdict(ratio)}
-        for change in changes
-        for ratio in ratios(found[GIVEN], found[change])
+        {"kind": "ratio", **place, "max_concurrency": users, "ratio": f"{first} / {second}",
+         "acceptance": acceptance(found[first][0].synthetic), **asdict(ratio)}
+        for first, second in pairs
+        for ratio in ratios(found[first], found[second])
     ]  # fmt: skip
 
 

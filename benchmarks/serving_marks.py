@@ -10,12 +10,14 @@ from benchmarks.common import Mark
 OVERLAP_GAINS = {1: 1.08, 16: 1.05}  # requests -> time per output token without overlap / with it: 1B
 IDLE_LIMIT = 0.03  # of the time, with overlap
 PLAIN_LIMITS = {1: 4.93, 4: 4.92, 16: 5.12, 32: 5.50}  # ms per token of a request: 8B
+SPECULATION_GAINS = {"8b": {1: 1.3, 4: 1.3, 16: 1.3}, "1b": {1: 1.1, 4: 1.1}}  # users -> tok/s over plain
+AUTO_LEAST = 0.98  # tok/s over plain
 Row = Mapping[str, Any]
 
 
 def marks_of(rows: Sequence[Row]) -> list[Mark]:
     """Those that the rows say something about."""
-    return [*_overlap_marks(rows), *_idle_marks(rows), *_plain_marks(rows)]
+    return [*_overlap_marks(rows), *_idle_marks(rows), *_plain_marks(rows), *_gain_marks(rows)]
 
 
 def _overlap_marks(rows: Sequence[Row]) -> Iterator[Mark]:
@@ -60,6 +62,21 @@ def _plain_marks(rows: Sequence[Row]) -> Iterator[Mark]:
             if users in PLAIN_LIMITS:
                 name = f"8b plain decode, {users} requests: median TPOT in ms"
                 yield Mark(name, row["median_tpot_ms"], PLAIN_LIMITS[users])
+
+
+def _gain_marks(rows: Sequence[Row]) -> Iterator[Mark]:
+    """Throughput of speculation, and of the planner, over that of plain decoding under the serving load."""
+    for row in rows:
+        if row["kind"] != "ratio" or (row["load"], row["column"]) != ("serving", "output_throughput"):
+            continue
+        shape, users = row["shape"], row["max_concurrency"]
+        sides, least = {
+            "as given / steps=0": ("speculation", SPECULATION_GAINS.get(shape, {}).get(users)),
+            "steps=auto / steps=0": ("planner", AUTO_LEAST),
+        }.get(row["ratio"], ("", None))
+        if least is not None:
+            name = f"{shape}, {users} requests: plain decoding's tok/s over those with the {sides}"
+            yield Mark(name, 1 / row["value"], 1 / least)
 
 
 def _idle(rows: Sequence[Row], shape: str, users: int) -> float | None:

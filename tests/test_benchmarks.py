@@ -151,23 +151,13 @@ def test_eagle(tmp_path: Path) -> None:
 
 
 def test_serving(tmp_path: Path) -> None:
-    options = [
-        "--concurrency",
-        "1,2",
-        "--turns",
-        "1",
-        "--input-len",
-        "16",
-        "--output-len",
-        "16",
-        "--specialize",
-        "",
-    ]
+    lengths = ["--input-len", "16", "--output-len", "16"]
+    options = ["--concurrency", "1,2", "--turns", "1", *lengths, "--specialize", ""]
     found = run("bench_serving", options, tmp_path / "out.json")
     kinds = {
         kind: [row for row in found["rows"] if row["kind"] == kind] for kind in ("side", "ratio", "idle")
     }
-    changes = ["overlap=off", "extend=eager", "graphs=piecewise", "steps=0"]
+    changes = ["overlap=off", "extend=eager", "graphs=piecewise", "steps=0", "steps=auto"]
     for users in (1, 2):
         own = [row for row in kinds["side"] if row["max_concurrency"] == users]
         assert [row["side"] for row in own if row["load"] == "serving"] == ["as given", *changes]
@@ -182,7 +172,11 @@ def test_serving(tmp_path: Path) -> None:
     assert [(row["max_concurrency"], row["overlap"]) for row in kinds["idle"]] == [(1, True), (1, False)]
     assert all(row["steps"] == 2 and row["between_launches"] is None for row in kinds["idle"])  # on a CPU
     assert all(row["host_us"] > 0 for row in kinds["idle"])
-    assert found["marks"] == []  # nothing is promised of this shape
+    planned = [row for row in kinds["ratio"] if row["ratio"] == "steps=auto / steps=0"]
+    assert {row["acceptance"] for row in planned} == {"SYNTHETIC"}
+    assert [mark["name"] for mark in found["marks"]] == [  # nothing else is promised of this shape
+        f"tiny, {users} requests: plain decoding's tok/s over those with the planner" for users in (1, 2)
+    ]
 
 
 def test_serving_results_of_several_runs_add_up(tmp_path: Path) -> None:
@@ -228,6 +222,11 @@ def test_marks_of_serving() -> None:
     plain = {"kind": "side", "shape": "8b", "load": "decode", "side": "steps=0"}
     plain |= {"max_concurrency": 4, "median_tpot_ms": 4.9}
     assert met(plain) == [(4.9, True)]
+    gain = {"load": "serving", "ratio": "as given / steps=0", "column": "output_throughput"}
+    speculation = [ratio(value, users) | gain for value, users in ((1.25, 1), (1.0, 4), (1.0, 16))]
+    assert met(*speculation) == [(0.8, True), (1.0, False)]  # nothing is promised for 16 requests
+    planner = [ratio(value, 16) | gain | {"ratio": "steps=auto / steps=0"} for value in (1.0, 0.97)]
+    assert met(*planner) == [(1.0, True), (pytest.approx(1 / 0.97), False)]
 
 
 def test_eagle_greedy(tmp_path: Path) -> None:
