@@ -152,7 +152,8 @@ def test_a_probe_that_did_better_brings_the_next_one_near(late: bool) -> None:
         assert abs(gap - times * PROBE_EVERY) <= REPLAN_EVERY
 
 
-def test_probes_beside_a_draft_that_is_good_are_cheap_and_go_on() -> None:
+def test_probes_of_drafts_beside_a_good_one_go_on_and_plain_decoding_needs_none() -> None:
+    """A plain round makes one token, whoever tries it, and a draft misses that token."""
     planner = planner_for([PLAIN, DraftShape(3), TREE])
     for _ in range(100):
         planner.observe(DraftShape(3), [4])
@@ -163,7 +164,8 @@ def test_probes_beside_a_draft_that_is_good_are_cheap_and_go_on() -> None:
         planner.observe(shape, [4 if shape == DraftShape(3) else 1])
         ran.append(shape)
     assert ran.count(DraftShape(3)) > 0.97 * len(ran)
-    assert min(ran.count(TREE), ran.count(PLAIN)) > 15
+    assert ran.count(TREE) > 15
+    assert PLAIN not in ran
 
 
 def test_a_probe_that_nobody_observes_is_forgotten() -> None:
@@ -181,11 +183,11 @@ def test_a_probe_that_nobody_observes_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("rate, tokens", [(0.0, 2 ** len(CHAINS)), (0.95, 6 * (len(CHAINS) + 1))])
-def test_every_shape_runs_now_and_then(rate: float, tokens: int) -> None:
+def test_every_draft_runs_now_and_then(rate: float, tokens: int) -> None:
     """Within as many probes as there are shapes, where they are cheap; a round of 5 steps makes 6 tokens."""
     planner = planner_for(CHAINS)
     _, ran = simulate(planner, rate, tokens=PROBE_EVERY * tokens)
-    assert set(ran) == set(CHAINS)
+    assert set(ran) - {PLAIN} == set(CHAINS) - {PLAIN}
 
 
 def test_tree_that_has_not_run_is_taken_to_be_better_than_the_chain_and_tried() -> None:

@@ -34,7 +34,10 @@ from hypothesis import given, settings, strategies as st
 import piecewise_graph as pg
 from piecewise_graph.custom_ops.attention import implementations
 from piecewise_graph.eagle import DraftShape, Engine, Request, Sampling, Speculator
+from piecewise_graph.eagle.rounds.phase_runner import PhaseRunner
+from piecewise_graph.eagle.rounds.prefill import Prefill
 from piecewise_graph.eagle.rounds.round_launch import Launch
+from piecewise_graph.eagle.serving.pace import Pace, Timed
 from piecewise_graph.errors import RankError
 
 
@@ -47,6 +50,25 @@ def fresh_process_state() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def graphs() -> Speculator:
     return prepared()
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_prompts_are_laid_out_while_the_device_has_work(shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the draft of the round whose forwards they share, or behind the whole round."""
+    monkeypatch.setattr(Pace, "begin", lambda *_: Timed(shares))
+    engine = make(shapes=[CHAIN], batch_sizes=[1, 2], max_requests=2, **QUICK).engine(overlap=True)
+    engine.add_request(small_prompts([3])[0], max_new_tokens=30)
+    for _ in range(2):
+        engine.step()
+    order, run_phase, lay_out = list[str](), PhaseRunner.__call__, Prefill.lay_out
+    monkeypatch.setattr(PhaseRunner, "__call__", lambda self: (order.append(self.name), run_phase(self)))
+    monkeypatch.setattr(
+        Prefill, "lay_out", lambda self, pieces: (order.append("prompts"), lay_out(self, pieces))[1]
+    )
+    engine.add_request(small_prompts([5], 1)[0], max_new_tokens=4)
+    engine.step()
+    assert order == (["draft", "prompts"] if shares else ["draft", "verify", "extend", "prompts"])
+    run(engine)
 
 
 # Any schedule.

@@ -22,7 +22,7 @@ from ..options import FULL
 from ..request import Request
 from .phase_runner import PhaseRunner, named
 from .phases import Phases
-from .prefill import Chunk, Prefill
+from .prefill import Chunk, Piece, Prefill
 from .round_launch import Launch
 
 
@@ -46,15 +46,16 @@ class Round:
         """Rows of its target forward."""
         return self.tensors.verify_batch.num_tokens
 
-    def launch(self, requests: Sequence[Request], chunk: Chunk | None = None) -> Launch:
-        """Start a round, with a chunk of prompts in its forwards or alone. Waits for nothing."""
+    def launch(self, requests: Sequence[Request], pieces: Sequence[Piece] = ()) -> Launch:
+        """Start a round, with these prompts in its forwards or without any. Waits for nothing."""
         self.ensure_prepared()
         self._fill([request.slot for request in requests])
         self._resources.table.flush()
         shape, result = self.tensors.shape, self.tensors.buffers.result
         draft, verify, *rest = self.runners
         draft()
-        if chunk is not None:
+        if pieces:
+            chunk = self._prefill.lay_out(pieces)  # while the device drafts
             longest = max((request.length for request in requests), default=0)
             both = joined(self.tensors.verify_batch, chunk.attention, longest)
             with named("verify"):

@@ -214,13 +214,13 @@ class Engine:
         pieces = scheduler.pieces(self._resources.limits.prefill_rows)
         timed = self._rounds.begin_step(made, pieces)
         alone, shared = ([], pieces) if timed.shared else (pieces, [])
-        if alone:
+        if made:
+            self._launched(made.launch(batch, shared), shared)
+        if alone:  # behind the round, which the device runs while the host lays them out
             chunk = self._prefill.lay_out(alone)
             with named("prompts"):
                 launch = self._prefill.launch(chunk)
             self._launched(launch, alone)
-        if made:
-            self._launched(made.launch(batch, self._prefill.lay_out(shared) if shared else None), shared)
         self._rounds.pace.end(timed)
         return bool(alone or batch)
 
