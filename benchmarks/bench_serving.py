@@ -149,7 +149,8 @@ def measured(
         for side, turns in found.items()
     ]  # fmt: skip
     return rows + [
-        {"kind": "ratio", **place, "max_concurrency": users, "ratio": f"{first} / {second}",
+        {"kind": "ratio", **place, "max_concurrency": users, "requests": count,
+         "ratio": f"{first} / {second}",
          "acceptance": acceptance(found[first][0].synthetic), **asdict(ratio)}
         for first, second in pairs
         for ratio in ratios(found[first], found[second])

@@ -12,6 +12,7 @@ IDLE_LIMIT = 0.03  # of the time, with overlap
 PLAIN_LIMITS = {1: 4.93, 4: 4.92, 16: 5.12, 32: 5.50}  # ms per token of a request: 8B
 SPECULATION_GAINS = {"8b": {1: 1.3, 4: 1.3, 16: 1.3}, "1b": {1: 1.1, 4: 1.1}}  # users -> tok/s over plain
 AUTO_LEAST = 0.98  # tok/s over plain
+LONG_LOAD = 20  # requests per user: with few, most of the time some users have no request left
 Row = Mapping[str, Any]
 
 
@@ -65,11 +66,13 @@ def _plain_marks(rows: Sequence[Row]) -> Iterator[Mark]:
 
 
 def _gain_marks(rows: Sequence[Row]) -> Iterator[Mark]:
-    """Throughput of speculation, and of the planner, over that of plain decoding under the serving load."""
+    """Throughput of speculation, and of the planner, over that of plain decoding under a long load."""
     for row in rows:
         if row["kind"] != "ratio" or (row["load"], row["column"]) != ("serving", "output_throughput"):
             continue
         shape, users = row["shape"], row["max_concurrency"]
+        if row["requests"] < LONG_LOAD * users:
+            continue
         sides, least = {
             "as given / steps=0": ("speculation", SPECULATION_GAINS.get(shape, {}).get(users)),
             "steps=auto / steps=0": ("planner", AUTO_LEAST),

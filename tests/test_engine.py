@@ -53,7 +53,9 @@ def graphs() -> Speculator:
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_prompts_are_laid_out_while_the_device_has_work(shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_laid_out_while_the_device_has_work(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Behind the draft of the round whose forwards they share, or behind the whole round."""
     monkeypatch.setattr(Pace, "begin", lambda *_: Timed(shares))
     engine = make(shapes=[CHAIN], batch_sizes=[1, 2], max_requests=2, **QUICK).engine(overlap=True)
