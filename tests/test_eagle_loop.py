@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from transformers import AutoModelForCausalLM
 import piecewise_graph as pg
 from piecewise_graph.cli.commands import main
 from piecewise_graph.eagle import DraftShape, Speculator, load_draft
+from piecewise_graph.eagle.rounds import phase_runner
 from piecewise_graph.eagle.rounds.compiled_forward import Forward
+from piecewise_graph.eagle.rounds.phase_runner import PhaseRunner
 from piecewise_graph.eagle.rounds.resources import RING_TOKENS
-from piecewise_graph.eagle.serving.shape_planner import PROBE_EVERY
+from piecewise_graph.eagle.serving.shape_planner import PROBE_EVERY, Planner
 
 MODELS = Path(__file__).resolve().parents[1] / "benchmarks" / "models"
 TARGET, HEAD = str(MODELS / "byte-llama"), str(MODELS / "byte-llama-eagle1")
@@ -114,6 +117,24 @@ def test_planner_gives_the_tokens_of_plain_decoding(speculator: Speculator) -> N
     assert tokens == plain
     assert statistics.total.num_tokens >= PROBE_EVERY - 1
     assert {key[0] for key in speculator.planner.latest} <= set(speculator.batch_sizes)
+
+
+def test_a_round_is_timed_with_one_wait(speculator: Speculator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the test's clock a phase takes 1 ms, and to wait for the device 10 ms: a round waits once."""
+    clock, run = [0.0], PhaseRunner.__call__
+
+    def advance(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(phase_runner, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(phase_runner, "_wait", lambda device: advance(10e-3))
+    monkeypatch.setattr(PhaseRunner, "__call__", lambda self: (advance(1e-3), run(self)))
+    monkeypatch.setattr(speculator, "planner", Planner(speculator.shapes))
+    speculator.generate(prompts(1), max_new_tokens=4, shape="auto")
+    (choice,) = speculator.planner.latest.values()
+    for each in choice.estimates:
+        assert len(each.seconds) == 2 + bool(each.shape.steps)
+        assert sum(each.seconds.values()) == pytest.approx(len(each.seconds) * 1e-3 + 10e-3)
 
 
 def test_sessions_step_by_step_and_give_everything_back(speculator: Speculator, stepped: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -99,16 +99,18 @@ class PhaseRunner:
         with named(self.name):
             self._body(self.mode)
 
-    def seconds(self, device: torch.device, rounds: int = 5) -> float:
-        """Median time of one run, over what the round holds now."""
-        taken = []
-        for _ in range(rounds + 1):
-            _wait(device)
-            began = time.perf_counter()
-            self()
-            _wait(device)
-            taken.append(time.perf_counter() - began)
-        return statistics.median(taken[1:])
+
+def seconds_of(runners: Sequence[PhaseRunner], device: torch.device, rounds: int = 5) -> float:
+    """Median time until the device has run these phases, one after the other."""
+    taken = []
+    for _ in range(rounds + 1):
+        _wait(device)
+        began = time.perf_counter()
+        for runner in runners:
+            runner()
+        _wait(device)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[1:])
 
 
 def named(phase: str) -> torch.profiler.record_function:

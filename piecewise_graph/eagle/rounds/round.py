@@ -20,7 +20,7 @@ from piecewise_graph.custom_ops.kv_cache import overwrite_ints
 
 from ..options import FULL
 from ..request import Request
-from .phase_runner import PhaseRunner, named
+from .phase_runner import PhaseRunner, named, seconds_of
 from .phases import Phases
 from .prefill import Chunk, Piece, Prefill
 from .round_launch import Launch
@@ -92,10 +92,17 @@ class Round:
             self.prepare()
 
     def seconds(self) -> dict[str, float]:
-        """Median time of every phase, over padded requests only: no request's tokens change."""
+        """Median time of every phase, over padded requests only: no request's tokens change.
+
+        They add up to the time of a whole round. Each phase alone waits for the device once, which a round
+        does not, and which counts where phases take as long as that.
+        """
         self.ensure_prepared()
         self._fill([])
-        return {runner.name: runner.seconds(self._resources.device) for runner in self.runners}
+        device = self._resources.device
+        alone = {runner.name: seconds_of([runner], device) for runner in self.runners}
+        share = seconds_of(self.runners, device) / sum(alone.values())
+        return {name: seconds * share for name, seconds in alone.items()}
 
     def _verify_with(self, chunk: Chunk, both: AttentionBatch) -> tuple[Tensor, Tensor]:
         """The target over the draft tokens and the prompts, whose requests are `both`.
