@@ -73,6 +73,28 @@ def test_prompts_are_laid_out_while_the_device_has_work(
     run(engine)
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_step_reads_what_the_step_before_launched(shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never what it launched itself: first tokens would wait for the next round where prompts go alone."""
+    monkeypatch.setattr(Pace, "begin", lambda *_: Timed(shares))
+    steps, launched, late, begin, read = [0], dict[Launch, int](), list[int](), Launch.begin, Launch.read
+    monkeypatch.setattr(Launch, "begin", lambda self: (launched.update({self: steps[0]}), begin(self)))
+    monkeypatch.setattr(
+        Launch, "read", lambda self, *args: (late.append(steps[0] - launched[self]), read(self, *args))
+    )
+    engine = make(shapes=[CHAIN], prefill_rows=8, **QUICK).engine(overlap=True)
+    for _ in range(2):
+        engine.add_request(small_prompts([20])[0], max_new_tokens=12)
+        for _ in range(4):
+            engine.step()
+            steps[0] += 1
+    while engine.unfinished:
+        engine.step()
+        steps[0] += 1
+    assert len(late) >= 10
+    assert set(late) == {1}
+
+
 # Any schedule.
 
 

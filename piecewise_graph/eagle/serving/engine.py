@@ -2,12 +2,12 @@
 
 A round needs only one thing from the host: which requests take part. Lengths, accepted tokens and hidden
 states stay on the device, in rows of the request table (round_buffers.py). So with `overlap` a step launches
-its round first, and reads the result of the round before while the device is busy:
+its round and prompts first, and reads the results of the step before while the device is busy:
 
     step r      launch round r     |  read the result of round r - 1, hand out its tokens
     device      ... round r - 1    |  round r ...
 
-The host is one round late. It reserves pages for upper bounds (scheduler.py). A request that ended in round
+The host is one step late. It reserves pages for upper bounds (scheduler.py). A request that ended in round
 r - 1 takes part in round r for nothing, and that result is dropped. The tokens do not depend on it.
 
 Source: overlap scheduling of speculative rounds, sglang#9588.
@@ -162,7 +162,7 @@ class Engine:
             self.abort(request)
 
     def step(self) -> list[Request]:
-        """Launch a chunk of prompts, a round of all running requests, or both; then read results.
+        """Launch a round of all running requests, a chunk of prompts, or both; then read results.
 
         Returns:
             the requests that were found to be finished.
@@ -179,8 +179,8 @@ class Engine:
             self._resources.weights.check_copied()
             self._recover()
             self._interrupted = True
-            overlapped = self._launch() and self._policy.overlap
-            self._settle(keep=int(overlapped))
+            launched = self._launch()
+            self._settle(keep=launched if self._policy.overlap else 0)
             self._interrupted = False
         return self._report()
 
@@ -197,8 +197,8 @@ class Engine:
                 request.rewind()
             self._prefill.send_state(self._scheduler.running)
 
-    def _launch(self) -> bool:
-        """Send the next step to the device; False if there is nothing to do."""
+    def _launch(self) -> int:
+        """Send the next step to the device; how many launches that took, none if there is nothing to do."""
         scheduler = self._scheduler
         # Where other ranks take the same steps, when a result arrives on one of them is no reason.
         if self._in_flight and not self._resources.ranks.several and self._in_flight[-1].has_arrived:
@@ -222,7 +222,7 @@ class Engine:
                 launch = self._prefill.launch(chunk)
             self._launched(launch, alone)
         self._rounds.pace.end(timed)
-        return bool(alone or batch)
+        return bool(made) + bool(alone)
 
     def _launched(self, launch: Launch, pieces: Sequence[Piece]) -> None:
         launch.begin()
