@@ -14,7 +14,7 @@ from piecewise_graph.custom_ops.attention import AttentionBatch, BatchBuffers, c
 from piecewise_graph.custom_ops.kv_cache import PagedKVCache, device_columns, device_ints, to_device
 from piecewise_graph.custom_ops.token_choice import argmax, uniforms
 
-from ..options import COMPILED, EAGER, PIECEWISE
+from ..options import PIECEWISE
 from ..request import Request
 from .compiled_forward import Forward
 from .resources import Resources
@@ -90,11 +90,6 @@ class Prefill:
     resources: Resources
     mode: str
 
-    @property
-    def any_rows(self) -> str:
-        """Graph mode of row counts that nothing is captured for."""
-        return EAGER if self.mode == EAGER else COMPILED
-
     def prepare(self) -> None:
         """Compile, and capture the piecewise tapes on padded rows only, largest first; once."""
         models = self.resources.models
@@ -117,7 +112,7 @@ class Prefill:
                 self.mode, target.batch, input_ids=ids[None], position_ids=ids.clone()[None]
             )
             for draft in drafts:
-                self._draft(draft.batch, ids, ids.clone(), features, self.mode)
+                self._draft(draft.batch, ids, ids.clone(), features)
             if rows == sizes[0]:
                 for asked in asked_sizes:
                     models.target_head(self.mode, None, hidden=hidden[:asked])
@@ -174,7 +169,7 @@ class Prefill:
         cache = self.resources.draft_cache
         if cache is not None:
             ids, attention = chunk.draft_ids(chosen), chunk.attention.over(cache)
-            hidden = self._draft(attention, ids, chunk.positions, features, self.mode)
+            hidden = self._draft(attention, ids, chunk.positions, features)
             self.keep(chunk.slots, hidden[chunk.ends])
 
     def keep(self, slots: Tensor, hidden: Tensor) -> None:
@@ -212,13 +207,13 @@ class Prefill:
         batch, positions = make_batch(cache, table, slots, rows, [r.length for r in late])
         owners = self._longs([slot for slot, count in zip(slots, rows, strict=True) for _ in range(count)])
         ids = device_ints(following, cache.device)
-        hidden = self._draft(batch, ids, positions, ring[owners, positions % kept], self.any_rows)
+        hidden = self._draft(batch, ids, positions, ring[owners, positions % kept])
         self.keep(self._longs(slots), hidden[self._longs([end - 1 for end in accumulate(rows)])])
 
-    def _draft(self, attention: Any, ids: Tensor, positions: Tensor, features: Tensor, mode: str) -> Tensor:
+    def _draft(self, attention: Any, ids: Tensor, positions: Tensor, features: Tensor) -> Tensor:
         extend = self.resources.models.extend
         assert extend is not None
-        found: Tensor = extend(mode, attention, input_ids=ids, positions=positions, features=features)
+        found: Tensor = extend(self.mode, attention, input_ids=ids, positions=positions, features=features)
         return found
 
     def _choose(self, logits: Tensor, chunk: Chunk) -> Tensor:
