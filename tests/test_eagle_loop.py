@@ -19,7 +19,6 @@ from piecewise_graph.eagle.rounds import phase_runner
 from piecewise_graph.eagle.rounds.compiled_forward import Forward
 from piecewise_graph.eagle.rounds.phase_runner import PhaseRunner
 from piecewise_graph.eagle.rounds.resources import RING_TOKENS
-from piecewise_graph.eagle.serving.round_store import RoundStore
 from piecewise_graph.eagle.serving.shape_planner import PROBE_EVERY, Planner
 
 MODELS = Path(__file__).resolve().parents[1] / "benchmarks" / "models"
@@ -136,28 +135,6 @@ def test_a_round_is_timed_with_one_wait(speculator: Speculator, monkeypatch: pyt
     for each in choice.estimates:
         assert len(each.seconds) == 2 + bool(each.shape.steps)
         assert sum(each.seconds.values()) == pytest.approx(len(each.seconds) * 1e-3 + 10e-3)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_the_planner_hears_how_long_rounds_take_the_host(
-    overlap: bool, speculator: Speculator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of rounds without prompts, where the device is busy meanwhile; elsewhere they say nothing."""
-    planner, heard = Planner(speculator.shapes), list[tuple[DraftShape, float]]()
-    monkeypatch.setattr(planner, "launched", lambda *of: heard.append(of))
-    monkeypatch.setattr(speculator, "planner", planner)
-    engine = speculator.engine(shape="auto", overlap=overlap)
-    monkeypatch.setattr(RoundStore, "is_timed", True)
-    for prompt in prompts(2):
-        engine.add_request(prompt, max_new_tokens=12)
-        engine.step()
-    assert heard == []
-    engine.step()
-    assert len(heard) == int(overlap)
-    for shape, seconds in heard:
-        assert shape in speculator.shapes
-        assert 0 < seconds < 60
-    engine.close()
 
 
 def test_sessions_step_by_step_and_give_everything_back(speculator: Speculator, stepped: Any) -> None:

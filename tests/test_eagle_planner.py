@@ -209,36 +209,6 @@ def test_each_batch_size_has_its_own_times_and_shares_what_is_accepted() -> None
     assert not planner.knows((4,))
 
 
-def test_a_round_takes_no_less_than_the_host_to_launch_it() -> None:
-    """So a small model drafts where its device would rather not. One slow step says nothing."""
-    planner, chain = Planner([PLAIN, DraftShape(3)]), DraftShape(3)
-    planner.measure((1,), {PLAIN: {"verify": 0.1e-3}, chain: {"draft": 0.2e-3, "verify": 0.1e-3}})
-    for _ in range(96):
-        planner.observe(chain, [2])
-    assert planner.choose((1,)).shape == PLAIN
-    for seconds in (0.25e-3, 90.0, 0.25e-3):
-        planner.launched(PLAIN, seconds)
-    for _ in range(REPLAN_EVERY):
-        planner.observe(PLAIN, [1])
-    choice = planner.choose((1,))
-    assert choice.shape == chain
-    assert [each.rate for each in choice.estimates] == pytest.approx([2 / 0.3e-3, 1 / 0.25e-3], rel=0.01)
-    assert "host 0.250" in str(choice)
-
-
-def test_shapes_whose_launch_was_not_seen_are_tried_where_the_host_is_slow() -> None:
-    """A draft that is always wrong runs at the host's pace; plain rounds are quicker to launch."""
-    planner = Planner([DraftShape(3), PLAIN])
-    planner.measure((1,), {PLAIN: {"verify": 0.1e-3}, DraftShape(3): {"draft": 0.1e-3, "verify": 0.1e-3}})
-    host, ran = {PLAIN: 0.25e-3, DraftShape(3): 0.3e-3}, []
-    for _ in range(400):
-        ran.append(planner.choose((1,)).shape)
-        planner.launched(ran[-1], host[ran[-1]])
-        planner.observe(ran[-1], [1])
-    assert ran[0] == DraftShape(3)
-    assert ran[100:].count(PLAIN) > 290
-
-
 def test_choice_prints_the_numbers_behind_it() -> None:
     planner = planner_for([PLAIN, DraftShape(3)])
     choice = planner.choose((1,))

@@ -15,7 +15,6 @@ Source: overlap scheduling of speculative rounds, sglang#9588.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -200,7 +199,7 @@ class Engine:
 
     def _launch(self) -> int:
         """Send the next step to the device; how many launches that took, none if there is nothing to do."""
-        scheduler, began = self._scheduler, time.perf_counter()
+        scheduler = self._scheduler
         # Where other ranks take the same steps, when a result arrives on one of them is no reason.
         if self._in_flight and not self._resources.ranks.several and self._in_flight[-1].has_arrived:
             self._settle(keep=0)  # the host is the slower one: no need to be late
@@ -223,8 +222,6 @@ class Engine:
                 launch = self._prefill.launch(chunk)
             self._launched(launch, alone)
         self._rounds.pace.end(timed)
-        if made and not pieces and self._rounds.is_timed:
-            self._policy.launched(shape, time.perf_counter() - began)
         return bool(made) + bool(alone)
 
     def _launched(self, launch: Launch, pieces: Sequence[Piece]) -> None:

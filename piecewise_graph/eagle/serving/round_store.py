@@ -48,11 +48,6 @@ class RoundPolicy:
         """The planner's observer; None without a planner."""
         return self.planned.observe if isinstance(self.planned, Planner) else None
 
-    def launched(self, shape: DraftShape, seconds: float) -> None:
-        """A round was launched in so many seconds: where results are read late, they bound its time."""
-        if isinstance(self.planned, Planner) and self.overlap:
-            self.planned.launched(shape, seconds)
-
     @property
     def synthetic_accept_length(self) -> float | None:
         """Mean accept length of synthetic acceptance, of the longest draft that may run; None without it."""
@@ -74,12 +69,9 @@ class RoundStore:
     def __init__(self, prefill: Prefill) -> None:
         self.prefill, self.resources = prefill, prefill.resources
         self.made: dict[RoundKey, Round] = {}
-        self.pace = Pace(_timed_event if self.is_timed else None)
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether times of steps decide anything. Ranks take the same steps, and their clocks differ."""
-        return self.resources.device.type == "cuda" and not self.resources.ranks.several
+        # All ranks have to take the same steps, and their clocks differ.
+        is_timed = self.resources.device.type == "cuda" and not self.resources.ranks.several
+        self.pace = Pace(_timed_event if is_timed else None)
 
     @property
     def failures(self) -> tuple[str, ...]:

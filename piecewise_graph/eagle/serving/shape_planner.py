@@ -2,8 +2,6 @@
 
 A round of shape s makes `1 + sum over depths d <= S of survival[d]` tokens on average, the bonus included,
 and takes `draft + verify + extend` seconds. Seconds are measured before the first choice for a batch size.
-It takes no less than the host needed to launch rounds of its shape so far: small models wait for the host,
-and a draft costs them little.
 Survival is the share of rounds that accept depth d. It is observed while requests run, for all batch sizes
 together. The shape with the most tokens per second runs.
 
@@ -21,8 +19,6 @@ may go unnoticed for as long, which is 5 s of rounds of 1.2 ms. A successful pro
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,17 +43,11 @@ class Estimate:
     Attributes:
         seconds: of each phase.
         tokens: per request and round.
-        host_seconds: that the host took to launch such a round; 0 = none was launched.
     """
 
     shape: DraftShape
     seconds: Mapping[str, float]
     tokens: float
-    host_seconds: float
-
-    @property
-    def round_seconds(self) -> float:
-        return max(sum(self.seconds.values()), self.host_seconds)
 
     @property
     def rate(self) -> float:
@@ -66,7 +56,7 @@ class Estimate:
 
     def rate_of(self, tokens: float) -> float:
         """Tokens per second if a round makes `tokens`."""
-        return tokens / self.round_seconds
+        return tokens / sum(self.seconds.values())
 
 
 @dataclass(frozen=True)
@@ -87,12 +77,13 @@ class Choice:
         lines = [
             f"{self.size} requests: {self.shape}" + (", to see whether it has become better" * self.probe)
         ]
-        lines += [f"  {'shape':44s} {'tokens':>7s} {'ms':>8s} {'tokens/s':>9s}  phases, host (ms)"]
+        lines += [f"  {'shape':44s} {'tokens':>7s} {'ms':>8s} {'tokens/s':>9s}  phases (ms)"]
         for each in self.estimates:
-            parts = {**each.seconds, "host": each.host_seconds}
-            times = ", ".join(f"{name} {value * 1e3:.3f}" for name, value in parts.items())
-            total = each.round_seconds * 1e3
-            lines.append(f"  {each.shape!s:44s} {each.tokens:7.2f} {total:8.3f} {each.rate:9.1f}  {times}")
+            phases = ", ".join(f"{name} {value * 1e3:.3f}" for name, value in each.seconds.items())
+            total = sum(each.seconds.values())
+            lines.append(
+                f"  {each.shape!s:44s} {each.tokens:7.2f} {total * 1e3:8.3f} {each.rate:9.1f}  {phases}"
+            )
         return "\n".join(lines)
 
 
@@ -107,7 +98,6 @@ class Planner:
         self.shapes = tuple(shapes)
         self.latest: dict[PlannerKey, Choice] = {}
         self._seconds: dict[PlannerKey, dict[DraftShape, Mapping[str, float]]] = {}
-        self._host_seconds = {shape: deque[float](maxlen=9) for shape in self.shapes}
         self._seen: dict[DraftShape, _Survival] = {}
         self._last_run = dict.fromkeys(self.shapes, 0)
         self._rounds = 0
@@ -126,16 +116,15 @@ class Planner:
         """Set the seconds of the phases of every shape."""
         self._seconds[key] = dict(seconds)
 
-    def launched(self, shape: DraftShape, seconds: float) -> None:
-        """Add how long the host took to launch a round while the device ran the one before it."""
-        self._host_seconds[shape].append(seconds)
-
     def choose(self, key: PlannerKey) -> Choice:
         """The shape of the next round."""
         latest = self.latest.get(key)
         if latest is not None and not latest.probe and self._rounds % REPLAN_EVERY:
             return latest
-        estimates = sorted((self._estimate(key, each) for each in self.shapes), key=lambda each: -each.rate)
+        estimates = sorted(
+            (Estimate(shape, self._seconds[key][shape], self._tokens(shape)) for shape in self.shapes),
+            key=lambda each: -each.rate,
+        )
         shape = estimates[0].shape
         stalest = self._stalest(shape) if self._rounds >= self._next_probe else None
         choice = Choice(stalest or shape, key[0], tuple(estimates), probe=stalest is not None)
@@ -155,10 +144,6 @@ class Planner:
             seen = self._seen.setdefault(_kind(shape), _Survival(shape.steps))
             for depth in range(1, shape.steps + 1):
                 seen.add(depth, sum(length > depth for length in accept_lengths) / len(accept_lengths))
-
-    def _estimate(self, key: PlannerKey, shape: DraftShape) -> Estimate:
-        host = statistics.median(self._host_seconds[shape] or [0.0])
-        return Estimate(shape, self._seconds[key][shape], self._tokens(shape), host)
 
     def _stalest(self, best: DraftShape) -> DraftShape | None:
         """The draft that has not run for the longest time, of those that a probe is due for."""
