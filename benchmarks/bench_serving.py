@@ -12,7 +12,7 @@ requests:
     extend=eager      draft-extend as plain PyTorch
     graphs=piecewise  forwards are tapes, attention between the graphs
     steps=0           plain decoding
-    steps=auto        the planner chooses one of both for every round
+    steps=auto        a planner chooses the chain or plain decoding for every round
 
 on two loads:
 

@@ -71,7 +71,7 @@ def _gain_marks(rows: Sequence[Row]) -> Iterator[Mark]:
         if row["kind"] != "ratio" or (row["load"], row["column"]) != ("serving", "output_throughput"):
             continue
         shape, users = row["shape"], row["max_concurrency"]
-        if row["requests"] < LONG_LOAD * users:
+        if row.get("requests", 0) < LONG_LOAD * users:  # rows of earlier runs do not say how many
             continue
         sides, least = {
             "as given / steps=0": ("speculation", SPECULATION_GAINS.get(shape, {}).get(users)),

@@ -227,6 +227,7 @@ def test_marks_of_serving() -> None:
     planner = [ratio(value, 16) | auto for value in (1.0, 0.97)]
     assert met(*planner) == [(1.0, True), (pytest.approx(1 / 0.97), False)]
     assert met(ratio(0.97, 32) | auto) == []  # of a load of 10 requests per user
+    assert met({key: value for key, value in (ratio(0.97, 4) | auto).items() if key != "requests"}) == []
 
 
 def test_eagle_greedy(tmp_path: Path) -> None:

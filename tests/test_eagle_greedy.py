@@ -31,6 +31,7 @@ from eagle_cases import (
 from hypothesis import HealthCheck, given, settings, strategies as st
 from paged_generation import Alone
 
+import piecewise_graph as pg
 from piecewise_graph.eagle import DraftModel, DraftShape, Speculator
 from piecewise_graph.eagle.serving.shape_planner import Choice, Planner
 
@@ -135,7 +136,7 @@ BEHIND = 17  # tokens from which on the first one is outside of a window of 16
 
 
 def exact_loop(
-    window: int | None, shapes: Sequence[DraftShape], prefill_rows: int = 11
+    window: int | None, shapes: Sequence[DraftShape], prefill_rows: int = 11, **options: Any
 ) -> tuple[Speculator, Any]:
     """A draft that sees all that its target sees, and the target with plain attention."""
     features: Any = {"window": window, "bigram": window is None}
@@ -143,6 +144,7 @@ def exact_loop(
     loop = Speculator(
         target, twin(target), shapes=shapes, max_requests=4, batch_sizes=[1], max_seq_len=60,
         prefill_rows=prefill_rows,
+        **options,
         **QUICK,
     )  # fmt: skip
     return loop, small_target("sdpa", **features)
@@ -201,6 +203,22 @@ def test_rounds_of_all_shapes_follow_each_other() -> None:
     assert (of.num_rounds, of.num_tokens) == (len(ran), made)
     assert of.num_drafts == sum(shape.steps > 0 for shape in ran)
     assert of.accepted_at == [sum(shape.steps > depth for shape in ran) for depth in range(5)]
+
+
+@pytest.mark.parametrize("behind", [1, 5, 20])
+def test_a_draft_catches_up_with_tokens_of_any_number_where_prompts_are_replayed(behind: int) -> None:
+    """In a tape where they fit, compiled where two requests missed more than a tape has rows."""
+    chain = CHAINS[4]
+    shapes = [*[PLAIN] * behind, chain, chain]
+    loop, plain = exact_loop(None, shapes, prefill_rows=16, graphs={"prefill": "piecewise"})
+    loop.planner = InTurn(shapes)
+    prompts, count = small_prompts([3, 5]), 1 + behind + 2 * (chain.steps + 1)
+    wanted, reason = greedy(plain, prompts, count), "fallbacks:above_max_tokens"
+    before = pg.counters.snapshot().get(reason, 0)
+    found, statistics = loop.generate(prompts, max_new_tokens=count, shape="auto", return_stats=True)
+    assert_greedy(found, wanted, [count] * 2)
+    assert [of.accepted_at for of in statistics.requests] == [[2] * chain.steps] * 2
+    assert pg.counters.snapshot().get(reason, 0) - before == int(behind == 20)
 
 
 # Any shape, any batch: small models, without compiling.

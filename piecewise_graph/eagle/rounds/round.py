@@ -92,10 +92,9 @@ class Round:
             self.prepare()
 
     def seconds(self) -> dict[str, float]:
-        """Median time of every phase, over padded requests only: no request's tokens change.
+        """Every phase's share of the median time of a round of padded requests, which changes no tokens.
 
-        They add up to the time of a whole round. Each phase alone waits for the device once, which a round
-        does not, and which counts where phases take as long as that.
+        Timed alone, a phase includes a wait for the device, which takes as long as a small phase does.
         """
         self.ensure_prepared()
         self._fill([])

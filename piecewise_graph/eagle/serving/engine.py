@@ -4,7 +4,7 @@ A round needs only one thing from the host: which requests take part. Lengths, a
 states stay on the device, in rows of the request table (round_buffers.py). So with `overlap` a step launches
 its round and prompts first, and reads the results of the step before while the device is busy:
 
-    step r      launch round r     |  read the result of round r - 1, hand out its tokens
+    step r      launch round r     |  read the results of step r - 1, hand out their tokens
     device      ... round r - 1    |  round r ...
 
 The host is one step late. It reserves pages for upper bounds (scheduler.py). A request that ended in round
@@ -198,7 +198,7 @@ class Engine:
             self._prefill.send_state(self._scheduler.running)
 
     def _launch(self) -> int:
-        """Send the next step to the device; how many launches that took, none if there is nothing to do."""
+        """Send the next step to the device; how many launches that took, 0 if there is nothing to do."""
         scheduler = self._scheduler
         # Where other ranks take the same steps, when a result arrives on one of them is no reason.
         if self._in_flight and not self._resources.ranks.several and self._in_flight[-1].has_arrived:

@@ -10,7 +10,7 @@ run for the longest time. Plain decoding makes one token per round and needs no 
 has reached is assumed to survive like the deepest known one. A tree that has never run is assumed to lie
 halfway (geometrically) between the chain and perfect acceptance.
 
-A draft after plain rounds is expensive: it first has to read the tokens that it missed, which takes 4 ms on
+A draft after plain rounds is expensive: it first has to read the tokens that it missed, which took 4 ms on
 an H200 for a 1B model whose round takes 1.2 ms, and with 16 requests and more 5 to 8 % of 256 rounds. While
 plain decoding is fastest, probes back off: each failed probe doubles the wait before that kind of draft is
 tried again (all chains are one kind, each tree is its own), up to 4096 rounds. A draft that has become good
