@@ -136,9 +136,8 @@ def measured(
     subject: Subject, kind: str, users: int, pairs: Sequence[tuple[str, str]], options: argparse.Namespace
 ) -> list[Row]:
     """A row per side, medians over its turns, and a row per ratio of the sides of a pair."""
-    changes = dict.fromkeys(side for pair in pairs for side in pair if side != GIVEN)
-    sides = {GIVEN: subject.base}
-    sides |= {change: subject.base.but(change, has_draft=True) for change in changes}
+    base, names = subject.base, dict.fromkeys(side for pair in pairs for side in pair)
+    sides = {name: base if name == GIVEN else base.but(name, has_draft=True) for name in names}
     count = users * (options.requests_per_user if kind == "serving" else 1)
     load = subject.load(kind)
     found = take_turns(subject.speculator, sides, arrivals(load, count), users, turns=options.turns)

@@ -187,7 +187,7 @@ def test_every_draft_runs_now_and_then(rate: float, tokens: int) -> None:
     """Within as many probes as there are shapes, where they are cheap; a round of 5 steps makes 6 tokens."""
     planner = planner_for(CHAINS)
     _, ran = simulate(planner, rate, tokens=PROBE_EVERY * tokens)
-    assert set(ran) - {PLAIN} == set(CHAINS) - {PLAIN}
+    assert set(ran) == set(CHAINS) - ({PLAIN} if rate else set())  # plain decoding is best, or needs no probe
 
 
 def test_tree_that_has_not_run_is_taken_to_be_better_than_the_chain_and_tried() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from piecewise_graph.custom_ops.attention import AttentionBatch, BatchBuffers, compile_ahead, make_batch
-from piecewise_graph.custom_ops.kv_cache import PagedKVCache, device_columns, device_ints, to_device
+from piecewise_graph.custom_ops.kv_cache import PagedKVCache, device_columns, device_ints
 from piecewise_graph.custom_ops.token_choice import argmax, uniforms
 
 from ..options import PIECEWISE
@@ -205,10 +205,11 @@ class Prefill:
             t for r, (start, stop) in zip(late, spans, strict=True) for t in r.sequence(start + 1, stop + 1)
         ]
         batch, positions = make_batch(cache, table, slots, rows, [r.length for r in late])
-        owners = self._longs([slot for slot, count in zip(slots, rows, strict=True) for _ in range(count)])
-        ids = device_ints(following, cache.device)
+        ends = [end - 1 for end in accumulate(rows)]
+        every_row = [slot for slot, count in zip(slots, rows, strict=True) for _ in range(count)]
+        ids, owners, done, last_rows = device_columns([following, every_row, slots, ends], cache.device)
         hidden = self._draft(batch, ids, positions, ring[owners, positions % kept])
-        self.keep(self._longs(slots), hidden[self._longs([end - 1 for end in accumulate(rows)])])
+        self.keep(done.long(), hidden[last_rows])
 
     def _draft(self, attention: Any, ids: Tensor, positions: Tensor, features: Tensor) -> Tensor:
         extend = self.resources.models.extend
@@ -235,9 +236,6 @@ class Prefill:
         limits = self.resources.limits
         most = max({limits.prefill_rows, *limits.mixed_rows})
         return sorted((n for n in forward.sizes if n <= most), reverse=True)
-
-    def _longs(self, values: Sequence[int]) -> Tensor:
-        return to_device(torch.tensor(values, dtype=torch.int64), self.resources.device)
 
     def _padding(self, cache: PagedKVCache, rows: int, requests: int = 1) -> BatchBuffers:
         """A batch of `rows` rows whose requests are padding."""
