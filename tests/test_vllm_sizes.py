@@ -37,6 +37,15 @@ def test_prompts_have_graphs_up_to_what_was_set(given: dict[str, int], found: li
 
 
 @pytest.mark.parametrize(
+    ("width", "most"),
+    [(896, 4096), (2048, 4096), (3072, 2688), (4096, 2048), (5120, 1536), (0, 2048), (None, 2048)],
+)
+def test_prompts_of_narrow_models_have_graphs_of_more_tokens(width: int | None, most: int) -> None:
+    model = None if width is None else doubles.ModelConfig(hidden_size=width)
+    assert config(model_config=model).additional_config == {UP_TO: most}
+
+
+@pytest.mark.parametrize(
     "chosen", [{"cudagraph_capture_sizes": [1, 2]}, {"max_cudagraph_capture_size": 8}], ids=str
 )
 def test_sizes_that_the_user_chose_are_all_there_are(chosen: dict[str, Any]) -> None:

@@ -70,6 +70,10 @@ class ModelConfig:
     is_encoder_decoder: bool = False
     enable_prompt_embeds: bool = False
     runner_type: str = "generate"
+    hidden_size: int = 2048
+
+    def get_hidden_size(self) -> int:
+        return self.hidden_size
 
 
 @dataclass

