@@ -1,8 +1,8 @@
 """Which token counts of vLLM's models get graphs: vLLM's own, and some of prompts beyond them.
 
 vLLM captures up to 512 tokens, or twice the requests that it serves at a time. A step of prompts above that
-launches each kernel. Where the model is small for its GPU, launching takes longer than computing: 17 to 34 ms
-against 13 ms for 4,096 tokens of a 1B model on an H200.
+launches each kernel. Where the model is small for its GPU, launching takes longer than computing. Beside a
+slow host that holds for 4,096 tokens of a 1B model on an H200.
 """
 
 from __future__ import annotations
