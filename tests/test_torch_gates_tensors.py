@@ -6,6 +6,7 @@ import threading
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -287,6 +288,19 @@ def test_without_shape_guards_one_trace_serves_one_token_and_other_guards_stay()
     model.train(not model.training)
     fast(torch.randn(5, 8))
     assert len(traced.graphs) > 1
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_an_array_is_guarded_under_a_filter_where_its_tensors_are_forgotten(mended: bool) -> None:
+    def keep(guards: Any) -> list[bool]:
+        if mended:
+            _torch.forget_guarded_tensors(guards)
+        return [True] * len(guards)
+
+    options = {"guard_filter_fn": keep}
+    doubled = torch.compile(lambda array: torch.from_numpy(array) * 2, backend="eager", options=options)
+    with nullcontext() if mended else pytest.raises(RuntimeError, match="ambiguous"):
+        assert doubled(np.ones(2)).tolist() == [2, 2]
 
 
 def test_tensors_that_share_a_storage_are_told(device: torch.device) -> None:

@@ -99,6 +99,7 @@ from piecewise_graph._torch.ops import (
 from piecewise_graph._torch.settings import (
     drop_shape_guards as drop_shape_guards,
     floats_stay_constants as floats_stay_constants,
+    forget_guarded_tensors as forget_guarded_tensors,
     guard_every_weight as guard_every_weight,
     is_behind_a_break as is_behind_a_break,
     maybe_mark_dynamic as maybe_mark_dynamic,

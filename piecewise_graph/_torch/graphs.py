@@ -71,14 +71,14 @@ def fake_mode_of(gm: GraphModule) -> Any | None:
 
 
 def placeholder_source(node: Node) -> tuple[str, bool]:
-    """(source text such as `L['self']._parameters['w']`, whether it belongs to an nn.Module or a global)."""
-    arg = node.meta.get("grapharg")
-    source = getattr(arg, "source", None)
+    """(source text such as `L['self']._parameters['w']`, whether it is a tensor of a module or a global)."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
     if source is None:
         return node.name, False
     name = source_text(source)
     where = source.guard_source if not callable(source.guard_source) else source.guard_source()
-    return name, "NN_MODULE" in where.name or where.name.startswith("GLOBAL")
+    of_module = "NN_MODULE" in where.name or where.name.startswith("GLOBAL")
+    return name, of_module and not name.startswith("___from_numpy")  # an array's tensor is made by each call
 
 
 @dataclass(frozen=True)

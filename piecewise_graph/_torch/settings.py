@@ -65,6 +65,16 @@ def drop_shape_guards(guards: Sequence[Any]) -> list[bool]:
     return [guard.guard_type != "SHAPE_ENV" for guard in guards]
 
 
+def forget_guarded_tensors(guards: Sequence[Any]) -> None:
+    """For a `guard_filter_fn`: Dynamo builds the kept guards anew, and compares what they guard by `==`.
+
+    A NumPy array is another tensor each time, and such a comparison has no truth value.
+    """
+    for guard in guards:
+        if guard.guard_type == "TENSOR_MATCH":
+            guard.orig_guard.obj_weakref = None
+
+
 def raise_recompile_limit() -> None:
     """Dynamo counts traces per code object, which all models of a class share; 8 are few for a server.
 

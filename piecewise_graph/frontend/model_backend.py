@@ -63,6 +63,7 @@ class ModelBackend:
         already, so a miss would come too late for another trace. They stay too where the model fixes its
         token count while it is traced: Dynamo makes a trace per size.
         """
+        _torch.forget_guarded_tensors(guards)
         checks, self._checks_sizes = self._checks_sizes, False
         if self._state.channel.graphs_run or not checks:
             return [True] * len(guards)
