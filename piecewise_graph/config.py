@@ -52,8 +52,8 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 class PiecewiseConfig:
     """Options of the backend; `options={...}` of torch.compile takes the same names.
 
-    Each field can also be set by an environment variable `PIECEWISE_GRAPH_<FIELD>`, for stacks that
-    pass no options; an explicit option wins.
+    Each field but `pool` can also be set by an environment variable `PIECEWISE_GRAPH_<FIELD>`, as a Python
+    literal, for stacks that pass no options; an explicit option wins.
 
     Attributes:
         capture_sizes: token counts to capture, None = a default list up to `max_tokens`.
@@ -66,14 +66,16 @@ class PiecewiseConfig:
         capture: "lazy" captures a bucket at its first call, "explicit" only in `pg.capture`.
         outputs: "copy": the caller owns what it gets; "static": views that the next replay overwrites.
         check: addresses of weights are compared before a replay: "first" and "always" on every call
-            through Dynamo, "off" never (a moved weight is then read at its old address).
+            through Dynamo, "off" never (a moved weight is then read at its old address), but for what a trace
+            writes.
         padding: "proved": what cannot be proved to bear padding is cut out and runs on live rows; "tried": it
             is padded where trials find no difference. Trials can be fooled.
         one_token: of pg.compile: "traced": the first call of one token is traced by itself, and served by the
             trace of several only where the two are alike; "trusted": it is served, as for every model of
             transformers, which spares a trace. So is another size that is 1, a batch for instance.
         specialize: buckets whose segments are compiled for their exact size, kernels tuned by trying: faster
-            decode steps for seconds of start-up per size. They have to be among the capture sizes.
+            decode steps for seconds of start-up per size and structure. They have to be among the capture
+            sizes. Left out where the compiler is not Inductor, and on several ranks.
         pool: a `GraphPool` to share between models, None = one of the model's own.
         max_graph_bytes: budget for the graphs of this model, in bytes of its pool; the largest buckets that
             do not fit are not captured (see pg.plan), and their calls run compiled. None = no limit.

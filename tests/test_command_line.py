@@ -275,6 +275,13 @@ def command_line(script: str, *arguments: str, **options: Any) -> subprocess.Pop
     )
 
 
+@pytest.mark.parametrize("command", [["generate", "--model", MODEL], ["serve", MODEL]], ids=lambda c: c[0])
+def test_without_transformers_a_command_says_what_it_needs(command: list[str]) -> None:
+    process = command_line("sys.modules['transformers'] = None", *command)
+    said = process.communicate()[1]
+    assert process.returncode == 2 and "pip install transformers" in said and "Traceback" not in said
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_has_gone_ends_a_command_quietly(unbuffered: str) -> None:
     reading, writing = os.pipe()

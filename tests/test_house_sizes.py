@@ -72,7 +72,7 @@ def rooms_below() -> dict[str, set[str]]:
 # "beside" are the core's files beside its packages.
 BUDGETS = {
     "beside": 1334,
-    "ranks": 394,
+    "ranks": 399,
     "_torch": 961,
     "kernels": 1734,
     "splitter": 1409,
@@ -86,7 +86,7 @@ BUDGETS = {
     "eagle": 3615,
     "integrations": 726,
     "bench": 706,
-    "cli": 1109,
+    "cli": 1119,
 }
 
 

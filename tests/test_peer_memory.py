@@ -16,6 +16,7 @@ from peers import LARGEST, WIDTH, Summed, needs_kernels_of_a_cpu, on_files, prep
 from ranks import only_on, values
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import piecewise_graph as pg
 from piecewise_graph.errors import RankError
@@ -137,20 +138,22 @@ def test_groups_of_equal_size_do_not_share_memory(tmp_path: Path) -> None:
 
 
 def _two_timeouts() -> list[str]:
-    """What two models hear that have other timeouts, when the first one's sum has waited in vain."""
+    """What two models and a loop hear, with a timeout each, when the first one's sum has waited in vain."""
     model = Summed()
     found = [_compiled(model), _compiled(Summed(), rank_timeout=21.0)]
     x = torch.ones(4, WIDTH)
     for compiled in found:
         compiled(x)
     peer_memory.peer_memory(distributed.group.WORLD, torch.float32).told.fill_(2)  # type: ignore[union-attr]
-    return [_heard(partial(compiled, x)) for compiled in found]
+    part = parallelize_module(nn.Linear(2, 2), init_device_mesh("cpu", (2,)), ColwiseParallel())
+    calls = [partial(compiled, x) for compiled in found]
+    return [_heard(ask) for ask in (*calls, pg.ranks_of(part, 22.0).check)]
 
 
 @needs_kernels_of_a_cpu
 def test_all_models_of_a_group_hear_of_a_sum_that_waited_in_vain(tmp_path: Path) -> None:
     for heard in values(2, summing, str(tmp_path), _two_timeouts):
-        assert len(heard) == 2 and all("rows of rank 1 in vain" in each for each in heard)
+        assert len(heard) == 3 and all("rows of rank 1 in vain" in each for each in heard)
 
 
 def _heard(call: Callable[[], object]) -> str:

@@ -42,7 +42,7 @@ def register_attention(name: str = "piecewise", implementation: str = "auto") ->
     Such a model takes the tokens of all requests in one row: `input_ids` and `position_ids` of shape `[1,
     num_tokens]`, and `use_cache=False`. Always pass the last two. Without them transformers counts positions
     from 0 and keeps a cache of its own. `pg.forward_context(attention=batch)` says which request each token
-    belongs to and where its K and V lie; `custom_ops.attention.make_batch` makes a batch.
+    belongs to and where its K and V lie; `piecewise_graph.custom_ops.attention.make_batch` makes one.
 
     Args:
         name: what models will ask for.

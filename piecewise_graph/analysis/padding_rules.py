@@ -78,10 +78,10 @@ def register_padding_rule(
             dimension counts tokens. A negative dimension counts from the end.
         results: the dimension of the rows in each result, or in all of them.
         elementwise: the op computes each element from the elements of the same place, broadcast as usual.
-        rule: for experts: a function from the call to the claims of its results (README says how to write
-        one). trial: check the rule on small random tensors before it first serves a proof; turn it off for an
-        op that
-            fails on random arguments.
+        rule: for experts: a function from the call (`analysis/op_call.py`) to the claims of its results
+            (`analysis/claims.py`).
+        trial: check the rule on small random tensors before it first serves a proof; turn it off for an op
+            that fails on random arguments.
 
     Raises:
         PaddingRuleError: not exactly one form was given, or a bad name. While a model is compiled: the op did

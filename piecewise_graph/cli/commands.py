@@ -15,6 +15,7 @@ from typing import TextIO
 from piecewise_graph.errors import PiecewiseError
 
 from . import arguments
+from .errors import CommandError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +42,11 @@ def _status(argv: Sequence[str] | None) -> int:
         return _run(argv)
     except PiecewiseError as error:
         print(error, file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        print(CommandError.no_transformers(), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

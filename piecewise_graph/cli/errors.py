@@ -108,6 +108,11 @@ class CommandError(PiecewiseError, ValueError):
         )
 
     @classmethod
+    def no_transformers(cls) -> CommandError:
+        what = "This command loads models by transformers, which is not installed."
+        return cls(what, "pip install transformers.")
+
+    @classmethod
     def no_server(cls, missing: Sequence[str]) -> CommandError:
         what = f"`serve` runs transformers' server, which needs {' and '.join(missing)}: not installed."
         return cls(what, 'pip install "transformers[serving]".')

@@ -27,6 +27,7 @@ from piecewise_graph.errors import RankError
 from piecewise_graph.ranks.decisions import Decisions, file_for, mapped
 
 T = TypeVar("T")
+_Wait = tuple[str, Callable[[], int | None]]  # what sums, and the rank that one has waited for in vain
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Ranks:
         exchange: sends a message to all ranks and returns those of all, by rank.
         timeout: seconds that a rank waits for the others.
         members: their numbers in the whole job.
+        waits: what `check` asks, shared by all who watch sums of this group.
 
     Attributes:
         rank, count: of this process in the group.
@@ -57,11 +59,12 @@ class Ranks:
         exchange: Callable[[_Reply], Sequence[_Reply]] | None = None,
         timeout: float = 600.0,
         members: Sequence[int] = (),
+        waits: list[_Wait] | None = None,
     ) -> None:
         self.rank, self.count, self.members = rank, count, tuple(members)
         self._exchange, self._timeout = exchange, timeout
         self._lost: RankError | None = None
-        self._waits: list[tuple[str, Callable[[], int | None]]] = []
+        self._waits: list[_Wait] = [] if waits is None else waits
 
     @property
     def several(self) -> bool:
@@ -237,4 +240,10 @@ def _ranks(group: Any, timeout: float) -> Ranks:
         distributed.all_gather_object(found, mine, group=others)
         return found
 
-    return Ranks(distributed.get_rank(group), len(members), exchange, timeout, members)
+    return Ranks(distributed.get_rank(group), len(members), exchange, timeout, members, _waits_of(group))
+
+
+@cache
+def _waits_of(_: Any) -> list[_Wait]:
+    """What those of a group watch, whatever timeout they ask with."""
+    return []
