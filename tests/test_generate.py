@@ -9,6 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
+import transformers
 from transformers import CompileConfig, GenerationConfig
 
 import piecewise_graph as pg
@@ -87,6 +88,73 @@ def test_a_call_that_transformers_does_not_compile_is_counted(device: torch.devi
     with pg.counters.expect(**{"fallbacks:generate_not_compiled": 1}):
         assert torch.equal(compiled.generate(ids, **settings(cache_implementation="dynamic")), wanted)
     assert pg.explain(compiled).fallbacks == {"generate_not_compiled": 1}
+
+
+_TINY = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
+_LAYERS = {"num_hidden_layers": 2, "intermediate_size": 64}
+_DECODER = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+_LOCAL = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 4}
+UNLIKE: dict[str, Callable[[], Any]] = {  # with a static cache they give other tokens, or raise
+    "a local window": lambda: transformers.GPTNeoForCausalLM(
+        transformers.GPTNeoConfig(hidden_size=32, vocab_size=100, **_LOCAL, **_DECODER)
+    ),
+    "no decoder": lambda: transformers.BertLMHeadModel(transformers.BertConfig(**_TINY, **_LAYERS)),
+    "ALiBi": lambda: transformers.FalconForCausalLM(
+        transformers.FalconConfig(**_TINY, num_hidden_layers=2, alibi=True, **_DECODER)
+    ),
+}
+
+
+def sharpened(model: Any, device: torch.device) -> Any:
+    """Its tokens depend on what it attends to."""
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.copy_(torch.randn(weight.shape) / 10)
+    return model.to(device).eval()
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_model_that_a_static_cache_changes_has_none(name: str, device: torch.device) -> None:
+    model = sharpened(UNLIKE[name](), device)
+    ids = torch.randint(5, 100, (1, 6), device=device)
+    given = settings(attention_mask=torch.ones_like(ids), eos_token_id=None, pad_token_id=0)
+    wanted = model.generate(ids, **given)
+    with pg.counters.expect(**{"fallbacks:generate_not_compiled": 1}):
+        assert torch.equal(pg.compile(model, compiler="eager").generate(ids, **given), wanted)
+
+
+@pytest.mark.parametrize("window", [64, None])
+def test_the_cache_of_a_result_has_room_for_another_turn(window: int | None, device: torch.device) -> None:
+    config = transformers.MistralConfig(
+        **_TINY, **_LAYERS, **_DECODER, num_key_value_heads=2, sliding_window=window
+    )
+    model = sharpened(transformers.MistralForCausalLM(config), device)
+
+    def talk(generate: Callable[..., Any]) -> list[int]:
+        ids, cache = torch.randint(5, 100, (1, 6), device=device), None
+        for turn in range(3):
+            told = generate(ids, **settings(past_key_values=cache, return_dict_in_generate=True))
+            more = torch.full((1, 3), 7 + turn, device=device)
+            cache, ids = told.past_key_values, torch.cat([told.sequences, more], 1)
+        return told.sequences[0].tolist()
+
+    found = []
+    for generate in (model.generate, pg.compile(model, compiler="eager").generate):
+        torch.manual_seed(1)
+        found.append(talk(generate))
+    assert found[0] == found[1]
+
+
+def test_attentions_are_as_wide_as_the_tokens(device: torch.device) -> None:
+    model = models.build("llama", device=device)
+    model.set_attn_implementation("eager")  # the others return none
+    ids = prompts(1, device)
+    given = settings(return_dict_in_generate=True, output_attentions=True)
+    ways = model.generate, pg.compile(model, compiler="eager").generate
+    told = [generate(ids, **given) for generate in ways]
+    shapes = [[layer.shape for step in each.attentions for layer in step] for each in told]
+    assert shapes[0] == shapes[1] and torch.equal(told[0].sequences, told[1].sequences)
 
 
 def test_a_cache_that_counts_in_python_is_named(device: torch.device) -> None:

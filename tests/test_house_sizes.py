@@ -81,7 +81,7 @@ BUDGETS = {
     "recorder": 1183,
     "runtime": 1447,
     "inspection": 1002,
-    "frontend": 1391,
+    "frontend": 1398,
     "custom_ops": 3987,
     "eagle": 3615,
     "integrations": 726,

@@ -22,14 +22,32 @@ _TAKE_OTHER_CACHES = (
     "past_key_values", "cache_implementation", "cache_config", "assistant_model", "prompt_lookup_num_tokens",
     "assistant_early_exit", "custom_generate", "penalty_alpha", "dola_layers",
 )  # fmt: skip
+# With one of these, the result holds the cache, which has no room for a next turn, or is as wide as that.
+_SHOW_THE_CACHE = ("return_dict_in_generate", "output_attentions")
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def generates(model: Any) -> bool:
     """It has the `generate` of transformers, or peft's, which hands calls on to that."""
     mixin = getattr(sys.modules.get("transformers"), "GenerationMixin", None)
-    inner = getattr(model, "get_base_model", lambda: model)()
-    return mixin is not None and isinstance(inner, mixin)
+    return mixin is not None and isinstance(_inner(model), mixin)
+
+
+def _bears_static_cache(model: Any) -> bool:
+    """Whether the model gives the same with a static cache, as far as is known.
+
+    Where transformers says that it cannot be compiled whole, the cache may be the reason: windows of GPT-Neo,
+    models of BERT's kind that are no decoders. Models with a state have no such cache. Where ALiBi is an
+    option (Falcon), it is as long as the prompt, and the cache is longer.
+    """
+    inner = _inner(model)
+    whole = getattr(inner, "_can_compile_fullgraph", False) or getattr(inner, "_is_stateful", False)
+    return bool(whole) and not getattr(inner.config, "alibi", False)
+
+
+def _inner(model: Any) -> Any:
+    """Without peft's wrapper."""
+    return getattr(model, "get_base_model", lambda: model)()
 
 
 class _Steps:
@@ -44,9 +62,10 @@ _steps: ContextVar[_Steps | None] = ContextVar("steps", default=None)
 class CompiledGenerate:
     """`model.generate`, with decode steps compiled into the traces of `state`.
 
-    Call it as transformers' own. A greedy or sampling call that names no cache gets
-    `cache_implementation="static"`. A call whose steps transformers does not compile (a dynamic cache, beams,
-    a draft, one token) is answered all the same, and counted as `generate_not_compiled`.
+    Call it as transformers' own. A greedy or sampling call that names no cache and returns tokens alone gets
+    `cache_implementation="static"`, where the model bears it. A call whose steps transformers does not
+    compile (a dynamic cache, beams, a draft, one token) is answered all the same, and counted as
+    `generate_not_compiled`.
     """
 
     def __init__(self, model: Any, state: ModelState) -> None:
@@ -63,7 +82,8 @@ class CompiledGenerate:
             added["compile_config"] = compiled = CompileConfig(backend=self._backend, mode=None)  # type: ignore[arg-type]
             compiled._compile_all_devices = True  # type: ignore[assignment]
         decodes = asked("use_cache") is not False and asked("num_beams") in (None, 1)
-        if decodes and all(asked(name) is None for name in _TAKE_OTHER_CACHES):
+        hides = not any(map(asked, _SHOW_THE_CACHE)) and _bears_static_cache(self._model)
+        if decodes and hides and all(asked(name) is None for name in _TAKE_OTHER_CACHES):
             added["cache_implementation"] = "static"
         before = _steps.set(steps := _Steps())
         try:
