@@ -28,7 +28,6 @@ class Weighted(nn.Module):
         return weighted + torch.from_numpy(self.held) + torch.from_numpy(OFFSET)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="arrays lie on the host")
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_every_call_reads_arrays_anew(compiler: str) -> None:
     model, fresh = Weighted(), np.random.default_rng(0)

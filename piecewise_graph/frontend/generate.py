@@ -82,8 +82,8 @@ class CompiledGenerate:
             added["compile_config"] = compiled = CompileConfig(backend=self._backend, mode=None)  # type: ignore[arg-type]
             compiled._compile_all_devices = True  # type: ignore[assignment]
         decodes = asked("use_cache") is not False and asked("num_beams") in (None, 1)
-        hides = not any(map(asked, _SHOW_THE_CACHE)) and _bears_static_cache(self._model)
-        if decodes and hides and all(asked(name) is None for name in _TAKE_OTHER_CACHES):
+        unchanged = not any(map(asked, _SHOW_THE_CACHE)) and _bears_static_cache(self._model)
+        if decodes and unchanged and all(asked(name) is None for name in _TAKE_OTHER_CACHES):
             added["cache_implementation"] = "static"
         before = _steps.set(steps := _Steps())
         try:
