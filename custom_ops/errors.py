@@ -325,6 +325,14 @@ class CacheError(PiecewiseError):
         )
 
     @classmethod
+    def not_pages(cls, found: Tensor, first: Tensor) -> CacheError:
+        return cls(
+            f"K or V of a layer is {tuple(found.shape)} with strides {found.stride()}, the first K "
+            f"{tuple(first.shape)} with strides {first.stride()}.",
+            "pass [num_pages, page_size, kv_heads, head_dim] of one shape; pages dense, equally far apart.",
+        )
+
+    @classmethod
     def no_sizes(cls, config: str, reason: object) -> CacheError:
         return cls(
             f"no cache of layers of one size fits the model of {config}: {reason}",

@@ -31,6 +31,8 @@ class PagedKVCache:
     Attributes:
         k, v: per layer `[num_pages, page_size, kv_heads, head_dim]`. Slot s of a layer is row
             `s % page_size` of page `s // page_size`.
+        page_pitch: slots from the start of one page to that of the next; `page_size` where pages lie side by
+            side.
         memo: of implementations of attention, for what depends on this cache alone.
         rope_limit: most tokens of a request without a change of the model's RoPE for all others; None where
             there is no such limit, or the model is not known.
@@ -56,15 +58,23 @@ class PagedKVCache:
         """A cache on memory that somebody else allocated, and hands out; it has no null page.
 
         Args:
-            k, v: per layer `[num_pages, page_size, kv_heads, head_dim]`, dense, all of the same shape.
+            k, v: per layer `[num_pages, page_size, kv_heads, head_dim]`, all of the same shape. Each page is
+                dense. Pages may lie apart, all of them equally far: vLLM keeps K and V of a page together.
+
+        Raises:
+            CacheError: they are not like that.
         """
         cache = cls.__new__(cls)
         cache._hold(k, v)
+        for tensor in (*cache.k, *cache.v):
+            if _layout(tensor) != (cache.k[0].shape, cache.page_pitch) or cache.page_pitch < cache.page_size:
+                raise CacheError.not_pages(tensor, k[0])
         return cache
 
     def _hold(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
         self.k, self.v, self.num_layers = tuple(k), tuple(v), len(k)
         self.num_pages, self.page_size, self.kv_heads, self.head_dim = k[0].shape
+        self.page_pitch = _layout(k[0])[1]
         self.dtype, self.device = k[0].dtype, k[0].device
         self.memo: dict[Hashable, Any] = {}
         self.rope_limit: int | None = None
@@ -106,6 +116,15 @@ class PagedKVCache:
         if found is None or found.numel() < size:
             found = self.memo[name] = torch.zeros(size, dtype=dtype, device=self.device)
         return found
+
+
+def _layout(pages: Tensor) -> tuple[torch.Size, int]:
+    """The shape of a layer's K or V, and its page pitch; 0 where a page is not dense."""
+    _, page_size, kv_heads, head_dim = pages.shape
+    slot = kv_heads * head_dim
+    if not pages[:1].is_contiguous() or pages.stride(0) % slot:
+        return pages.shape, 0
+    return pages.shape, pages.stride(0) // slot if len(pages) > 1 else page_size
 
 
 def kv_sizes(config: Any) -> tuple[int, int]:

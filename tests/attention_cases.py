@@ -32,6 +32,8 @@ class Shape:
     tree_width: int | None = None  # columns of its mask, None = one per row; older ones are in the cache
     uniform: bool = False  # padded requests have rows too (they stand in the batch, seq_len 0)
     max_seq_len: int | None = None
+    # K and V of a page lie together, slots are int64, and padded rows, behind all others, have none.
+    as_vllm: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,15 @@ def make_case(
     uniform = shape.uniform or shape.tree
     counts = [rows_each if uniform else rows for _, rows in shape.lengths]
     num_tokens = sum(counts)
+    if shape.as_vllm:
+        counts = [rows for _, rows in shape.lengths]
     totals = [before + rows for before, rows in shape.lengths]
     cache, pages = make_cache(totals, shape, dtype, device, rng)
     slots: list[int] = []
     for (before, rows), mine, count in zip(shape.lengths, pages, counts, strict=True):
         at = [slot_of(mine, before + i, shape.page_size) for i in range(rows)]
         slots += at + [0] * (count - rows)
+    slots += [-1] * (num_tokens - len(slots))
     q = random_rows(num_tokens, shape.heads, shape.head_dim, dtype, device)
     k, v = (random_rows(num_tokens, shape.kv_heads, shape.head_dim, dtype, device) for _ in "kv")
     history = []
@@ -80,7 +85,7 @@ def make_case(
         block_table=table,
         seq_lens=torch.tensor(totals, dtype=torch.int32, device=device),
         qo_indptr=starts.to(device, torch.int32),
-        slot_mapping=torch.tensor(slots, dtype=torch.int32, device=device),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64 if shape.as_vllm else torch.int32, device=device),
         max_query_len=max(rows_each, 1),
         max_seq_len=shape.max_seq_len or max([*totals, 1]),
         query_len=rows_each if uniform else None,
@@ -113,10 +118,13 @@ def make_cache(
     free = list(range(1, 2 + 2 * sum(needed)))
     rng.shuffle(free)
     pages = [[free.pop() for _ in range(count)] for count in needed]
-    cache = PagedKVCache(
-        num_layers=2, num_pages=2 + 2 * sum(needed), page_size=shape.page_size, kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim, dtype=dtype, device=device,
-    )  # fmt: skip
+    sizes = {"page_size": shape.page_size, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    num_pages = 2 + 2 * sum(needed)
+    if shape.as_vllm:
+        storage = [torch.empty(num_pages, 2, *sizes.values(), dtype=dtype, device=device) for _ in range(2)]
+        cache = PagedKVCache.of_pages(*([layer[:, which] for layer in storage] for which in (0, 1)))
+    else:
+        cache = PagedKVCache(num_layers=2, num_pages=num_pages, **sizes, dtype=dtype, device=device)
     for cached in (*cache.k, *cache.v):
         cached.fill_(WRONG)
     return cache, pages
@@ -187,8 +195,9 @@ def check(case: Case, tolerance: float, *, captured: bool = False) -> None:
 
 
 def check_cache(case: Case) -> None:
-    """Live rows are in the cache, everything else is as it was, the null page apart."""
+    """Live rows are in the cache, everything else is as it was; the null page too where no row names it."""
     cache, slots = case.batch.kv_cache, case.batch.slot_mapping.long()
+    first = 0 if case.shape.as_vllm else cache.page_size
     written = slots[slots > 0]
     rows = (slots > 0).nonzero().flatten()
     for found, old, new in zip(
@@ -197,6 +206,6 @@ def check_cache(case: Case) -> None:
         wanted = old.clone().view(-1, *old.shape[2:])
         wanted[written] = new[rows]
         found = found.reshape(-1, *old.shape[2:])
-        assert torch.equal(found[cache.page_size :], wanted[cache.page_size :])
+        assert torch.equal(found[first:], wanted[first:])
     for other in (cache.k[0], cache.v[0]):
         assert bool((other == WRONG).all()), "another layer was written"

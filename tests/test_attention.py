@@ -31,6 +31,9 @@ SHAPES = {
     ),
     "wide tree in a window": Shape(((20, 4), (3, 4), (0, 0), (64, 4)), tree=True, tree_width=9, window=16),
     "longer bound": Shape(DECODE, uniform=True, max_seq_len=4096),
+    "as vLLM has it": Shape(MIXED, as_vllm=True),
+    "decode as vLLM has it": Shape(DECODE, page_size=32, uniform=True, as_vllm=True),
+    "window as vLLM has it": Shape(DECODE, page_size=1, uniform=True, as_vllm=True, window=6),
     **{f"head_dim {dim}": Shape(MIXED, head_dim=dim) for dim in (80, 96, 128, 256)},
 }
 
@@ -61,6 +64,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         window=draw(st.none() | st.integers(1, 40)),
         softcap=draw(st.none() | st.just(5.0)),
         uniform=uniform,
+        as_vllm=draw(st.booleans()),
     )
     if draw(st.booleans()):
         rows = draw(st.integers(1, 8))

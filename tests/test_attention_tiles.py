@@ -56,7 +56,7 @@ def code_of(
     group: int = 4,
 ) -> Any:
     constants = (
-        head_dim, head_dim, kv_heads, group, group, 16, 32, tiles.block_m, tiles.tile.block_n, tiles.rows,
+        head_dim, head_dim, kv_heads, group, group, 16, 16, 32, tiles.block_m, tiles.tile.block_n, tiles.rows,
         tiles.parts, tiles.split, tiles.unmasked, tail, tree, "tf32", tiles.tile.stages, window, False, 8,
         True,
     )  # fmt: skip
@@ -198,4 +198,4 @@ def test_tiles_fill_rounds_in_decode_where_two_programs_fit_a_multiprocessor(
     shape = Shape(lengths, heads=1, kv_heads=1, uniform=uniform)
     case = make_case(shape, dtype=torch.bfloat16, device=torch.device("cpu"), implementation="triton")
     assert (case.batch.query_len is not None) == uniform
-    assert triton_attention.prepare(case.batch, case.call).config.constants[8] == tokens
+    assert triton_attention.prepare(case.batch, case.call).config.constants[9] == tokens

@@ -34,6 +34,7 @@ SPLIT = {
     "verify, groups of 3": Shape(WIDE, heads=3, kv_heads=1, head_dim=80, uniform=True),
     "tree": Shape(WIDE, tree=True, tree_width=7),
     "tree in a window": Shape(WIDE, heads=2, kv_heads=1, tree=True, window=280),
+    "decode as vLLM has it": Shape(LONG, uniform=True, as_vllm=True),
     "64 packed rows": Shape(((100, 9), (300, 2)), heads=10, kv_heads=2, head_dim=16),
     "more splits than are combined at a time": Shape(((1100, 1), (5, 1)), heads=16, kv_heads=1, head_dim=256),
 }

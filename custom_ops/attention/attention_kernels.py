@@ -46,11 +46,23 @@ def _pages(table, start, last_old, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _slots(slot_mapping, rows, writes, PAGE: tl.constexpr, PITCH: tl.constexpr, SLOT: tl.constexpr):
+    """Where in the cache the new tokens of rows go, in elements, and which of the rows write."""
+    slot = tl.load(slot_mapping + rows, mask=writes, other=0)
+    if slot_mapping.dtype.element_ty == tl.int64:  # see AttentionBatch
+        writes &= slot >= 0
+    slot = slot.to(tl.int64)
+    if PITCH != PAGE:
+        slot += slot // PAGE * (PITCH - PAGE)
+    return slot * SLOT, writes
+
+
+@triton.jit
 def _attend_tiles(
     acc, best, total, q, lo, hi, next_page,
     k_head, v_head, k_new, v_new, k_row, v_row, table, old,
     position, row_there, column_zero, mask_rows, mask_column, mask_width, scale, softcap, window,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SLOT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PITCH: tl.constexpr, SLOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     MASKED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +80,7 @@ def _attend_tiles(
         page = next_page
         # A tile ahead, so that loads of K and V do not wait for it.
         next_page = _pages(table, start + BLOCK_N, last_old, PAGE, BLOCK_N)
-        slot = page.to(tl.int64) * PAGE + token % PAGE
+        slot = page.to(tl.int64) * PITCH + token % PAGE
         fresh = (token - old).to(tl.int64)
         k_at = tl.where(is_new, k_new + fresh * k_row, k_head + slot * SLOT)
         v_at = tl.where(is_new, v_new + fresh * v_row, v_head + slot * SLOT)
@@ -130,7 +142,7 @@ def attend_kernel(
     k_cache, v_cache,
     q, k, v, out, q_row, q_head, k_row, k_step, v_row, v_step, out_row, out_head, scale, softcap, window,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_POW2: tl.constexpr, PAGE: tl.constexpr, REQUESTS: tl.constexpr,
+    GROUP_POW2: tl.constexpr, PAGE: tl.constexpr, PITCH: tl.constexpr, REQUESTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     SPLIT: tl.constexpr, UNMASKED: tl.constexpr, TAIL: tl.constexpr, TREE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -147,6 +159,7 @@ def attend_kernel(
             they tell how far a pointer stays aligned.
         scale: of the scores; times log2(e), or divided by softcap.
         softcap: times log2(e).
+        PITCH: slots from one page to the next.
         UNMASKED: tiles that all rows see have a loop of their own.
         DEPENDENT: launched as a dependent of the kernel before (Note [Dependent launches] in dependent.py).
     Grid: (KV_HEADS, work items).
@@ -188,7 +201,7 @@ def attend_kernel(
     writes = (i < live_rows) & (split == splits - 1) & has_item
     new_row = (row_zero + first_row + i).to(tl.int64)
     if BLOCK_M <= 32:
-        slot = tl.load(slot_mapping + new_row, mask=writes, other=0).to(tl.int64) * SLOT
+        slot, writes = _slots(slot_mapping, new_row, writes, PAGE, PITCH, SLOT)
 
     wait(DEPENDENT)
     if TAIL:
@@ -242,7 +255,8 @@ def attend_kernel(
             acc, best, total, q_tile, lo, bound, pages,
             k_head, v_head, k_new, v_new, k_row, v_row, table, old,
             position, row_there, column_zero, mask_rows, mask_column, mask_width, scale, softcap, window,
-            HEAD_DIM, DIM, PAGE, SLOT, BLOCK_M, BLOCK_N, PRECISION, STAGES, False, TREE, WINDOW, SOFTCAP,
+            HEAD_DIM, DIM, PAGE, PITCH, SLOT, BLOCK_M, BLOCK_N, PRECISION, STAGES, False,
+            TREE, WINDOW, SOFTCAP,
         )  # fmt: skip
         lo = bound
         pages = _pages(table, lo, last_old, PAGE, BLOCK_N)
@@ -250,11 +264,12 @@ def attend_kernel(
         acc, best, total, q_tile, lo, hi, pages,
         k_head, v_head, k_new, v_new, k_row, v_row, table, old,
         position, row_there, column_zero, mask_rows, mask_column, mask_width, scale, softcap, window,
-        HEAD_DIM, DIM, PAGE, SLOT, BLOCK_M, BLOCK_N, PRECISION, STAGES, True, TREE, WINDOW, SOFTCAP,
+        HEAD_DIM, DIM, PAGE, PITCH, SLOT, BLOCK_M, BLOCK_N, PRECISION, STAGES, True, TREE, WINDOW, SOFTCAP,
     )  # fmt: skip
 
     if BLOCK_M > 32:
-        slot = tl.load(slot_mapping + new_row, mask=writes, other=0).to(tl.int64) * SLOT
+        slot, writes = _slots(slot_mapping, new_row, writes, PAGE, PITCH, SLOT)
+        write = writes[:, None] & (d < HEAD_DIM)[None, :]
         k_write = tl.load(k_from + (new_row * k_row)[:, None] + d[None, :], mask=write)
         v_write = tl.load(v_from + (new_row * v_row)[:, None] + d[None, :], mask=write)
     tl.store((k_head + slot)[:, None] + d[None, :], k_write, mask=write)

@@ -35,7 +35,7 @@ class AttentionBatch:
         seq_lens: int32 `[requests]`, tokens of each request with this batch's; 0 for a padded request.
         qo_indptr: int32 `[requests + 1]`, the first row of each request, then the number of live rows.
         slot_mapping: int32 `[num_tokens]`, the cache slot to which each row's K and V go; padded rows name
-            the null slot (0).
+            the null slot (0). Or int64, as vLLM has it: K and V of rows with negative slots go nowhere.
         max_query_len: upper bound of the rows of one request.
         max_seq_len: upper bound of `seq_lens`, in a captured graph for all its replays.
         query_len: where every request has the same number of rows, padded ones included: that number.
@@ -118,7 +118,8 @@ class AttentionBatch:
         }
         for name, shape in shapes.items():
             tensor = getattr(self, name)
-            if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape:
+            wide = name == "slot_mapping" and tensor.dtype == torch.int64
+            if not (wide or tensor.dtype == torch.int32) or tuple(tensor.shape) != shape:
                 raise AttentionError.wrong_tensor(name, tensor, shape, requests)
         if mask is None:
             return

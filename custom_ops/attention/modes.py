@@ -30,6 +30,7 @@ class Mode:
         max_group: most query heads per KV head.
         max_query_len: most rows of one request.
         tree_mask, window, softcap: it can do these.
+        pages_apart: it reads and writes pages that do not lie side by side.
         uniform: it needs the same number of rows from every request.
         capturable: all of `attend` runs on the device and may be part of a graph.
         host_lengths: `prepare` needs the lengths on the host.
@@ -49,6 +50,7 @@ class Mode:
     tree_mask: bool = False
     window: bool = False
     softcap: bool = False
+    pages_apart: bool = False
     uniform: bool = False
     capturable: bool = False
     host_lengths: bool = False
@@ -81,6 +83,8 @@ class Mode:
             yield "it has no sliding window"
         if traits.softcap is not None and not self.softcap:
             yield "it has no soft cap"
+        if batch.kv_cache.page_pitch != page_size and not self.pages_apart:
+            yield "it needs pages that lie side by side"
         if self.uniform and batch.query_len is None:
             yield "it needs the same number of rows from every request (query_len)"
         if self.max_query_len is not None and batch.max_query_len > self.max_query_len:

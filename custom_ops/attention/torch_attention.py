@@ -18,8 +18,8 @@ def attend(batch: AttentionBatch, state: None, call: AttentionCall) -> None:
     """Write K and V of the batch's tokens, then attention into `call.out`."""
     rows = batch.num_tokens
     k_cache, v_cache = batch.kv_cache.k[call.layer], batch.kv_cache.v[call.layer]
-    for cached, new in ((k_cache, call.k), (v_cache, call.v)):
-        cached.view(-1, *cached.shape[2:]).index_copy_(0, batch.slot_mapping.long(), new[:rows])
+    _write(k_cache, batch.slot_mapping.long(), call.k[:rows])
+    _write(v_cache, batch.slot_mapping.long(), call.v[:rows])
     request, index = _owners(batch)
     lookup = _query_rows(batch)
     keys, values = (_gather(cached, batch) for cached in (k_cache, v_cache))
@@ -33,6 +33,15 @@ def attend(batch: AttentionBatch, state: None, call: AttentionCall) -> None:
     )
     live = torch.arange(rows, device=request.device) < batch.qo_indptr[-1]
     call.out[:rows] = torch.where(live[:, None, None], result[request, index], 0)
+
+
+def _write(cached: Tensor, slots: Tensor, new: Tensor) -> None:
+    """K or V of rows to their slots; rows of negative slots repeat the first of the others."""
+    live = slots >= 0
+    source = torch.where(live, torch.arange(len(slots), device=slots.device), live.int().argmax())
+    slots = slots[source].clamp(min=0)
+    places = slots // cached.shape[1], slots % cached.shape[1]
+    cached.index_put_(places, torch.where(live.any(), new[source], cached[places]))
 
 
 def masked_attention(
@@ -108,4 +117,4 @@ def visible(batch: AttentionBatch, window: int | None) -> Tensor:
     return seen & (token < lengths) & (row < rows)
 
 
-MODE = Mode(attend, tree_mask=True, window=True, softcap=True, capturable=True)
+MODE = Mode(attend, tree_mask=True, window=True, softcap=True, pages_apart=True, capturable=True)

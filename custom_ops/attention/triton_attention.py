@@ -54,10 +54,12 @@ class Config:
 
     Attributes:
         constants: the kernel's constexprs but the last two.
+        slots: dtype of the slot mapping.
     """
 
     launcher: Launcher
     constants: tuple[Any, ...]
+    slots: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +98,7 @@ def prepare(batch: AttentionBatch, call: AttentionCall) -> State:
     )  # fmt: skip
     tile = tiled.tiling.tile
     launcher = _launcher(tile.warps, tile.set_aside, dependent_launches(device))
-    config = _config(launcher, _constants(batch, traits, tiled.tiling))
+    config = _config(launcher, _constants(batch, traits, tiled.tiling), batch.slot_mapping.dtype)
     drawn = batch.seq_lens if mask is None else mask.view(torch.uint8)
     mask_sizes = (0, 0, 0, 0) if mask is None else (*mask.stride(), mask.shape[2])
     metadata = batch.block_table, batch.seq_lens, batch.qo_indptr, batch.slot_mapping
@@ -159,8 +161,9 @@ def _constants(batch: AttentionBatch, traits: Traits, tiling: Tiling) -> tuple[A
     shortest = _REQUESTS_WITH_PROMPTS if batch.query_len is None else _REQUESTS
     return (
         head_dim, power_of_2(head_dim), traits.kv_heads, group, power_of_2(group), batch.kv_cache.page_size,
-        max(power_of_2(batch.num_requests), shortest), tiling.block_m, tiling.tile.block_n, tiling.rows,
-        tiling.parts, tiling.split, tiling.unmasked, batch.query_len is None, batch.tree_mask is not None,
+        batch.kv_cache.page_pitch, max(power_of_2(batch.num_requests), shortest), tiling.block_m,
+        tiling.tile.block_n, tiling.rows, tiling.parts, tiling.split, tiling.unmasked,
+        batch.query_len is None, batch.tree_mask is not None,
         "ieee" if traits.dtype == torch.float32 else "tf32", tiling.tile.stages, traits.window is not None,
         traits.softcap is not None,
     )  # fmt: skip
@@ -208,5 +211,6 @@ MODE = Mode(
     tree_mask=True,
     window=True,
     softcap=True,
+    pages_apart=True,
     capturable=True,
 )
