@@ -18,8 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._library.opaque_object import OpaqueBase, get_opaque_type_name, register_opaque_type
+from vllm_attention_doubles import WIDTH, FlashAttentionImpl
 
-WIDTH, LAYERS, VOCABULARY = 8, 2, 50
+LAYERS, VOCABULARY = 2, 50
 SIZES, MOST_TOKENS, REQUESTS, LENGTH = [1, 2, 4, 8], 16, 4, 32
 
 
@@ -159,15 +160,6 @@ def set_forward_context(
         _context = before
 
 
-@dataclass
-class Metadata:
-    num_actual_tokens: int
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    slot_mapping: Tensor
-
-
 class LayerName(OpaqueBase):
     """As vLLM passes names of layers with torch >= 2.11."""
 
@@ -196,32 +188,19 @@ LIBRARY.define(
 
 
 def update(key: Tensor, value: Tensor, layer_name: LayerName) -> Tensor:
-    """Keys may be longer than the slots, and slots of -1 are not written: so does vLLM's kernel."""
     context = get_forward_context()
-    slots, cache = (
-        context.slot_mapping.get(layer_name.value),
-        context.no_compile_layers[layer_name.value].kv_cache,
-    )
+    slots, layer = context.slot_mapping.get(layer_name.value), context.no_compile_layers[layer_name.value]
     if slots is not None:
-        live = slots >= 0
-        cache[0, slots[live]], cache[1, slots[live]] = key[: len(slots)][live], value[: len(slots)][live]
+        layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
     return torch.empty(0, dtype=torch.float8_e4m3fn)  # of the cache's dtype, whatever the fake says
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: LayerName, *_: Any) -> None:
     context = get_forward_context()
-    if context.attn_metadata is None:
-        output.fill_(0)
-        return
-    metadata = context.attn_metadata[layer_name.value]
-    keys, values = context.no_compile_layers[layer_name.value].kv_cache
-    starts = metadata.query_start_loc.tolist()
-    for index, length in enumerate(metadata.seq_lens.tolist()):
-        first, last = starts[index], starts[index + 1]
-        slots = metadata.block_table[index, :length]
-        for row in range(first, last):
-            seen = slots[: length - (last - 1 - row)]
-            output[row] = torch.softmax(keys[seen] @ query[row], 0) @ values[seen]
+    layer, metadata = context.no_compile_layers[layer_name.value], context.attn_metadata
+    found = metadata[layer_name.value] if isinstance(metadata, dict) else metadata
+    given = {"output_scale": None, "output_block_scale": None}
+    layer.impl.forward(layer, query, key, value, layer.kv_cache, found, output=output, **given)
 
 
 LIBRARY.impl("unified_kv_cache_update", update, "CompositeExplicitAutograd")
@@ -238,18 +217,18 @@ torch.library.register_fake("vllm::unified_attention_with_output", lambda *_, **
 class Attention(nn.Module):
     def __init__(self, name: str, config: VllmConfig) -> None:
         super().__init__()
-        self.name, self.kv_cache = LayerName(name), torch.tensor([])
+        self.name, self.kv_cache, self.impl = LayerName(name), torch.tensor([]), FlashAttentionImpl()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         config.compilation_config.static_forward_context[name] = self
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).chunk(3, -1)
-        output = torch.empty_like(query)
+        query, key, value = (each.view(-1, 1, WIDTH) for each in self.qkv(x).chunk(3, -1))
+        output = torch.empty(x.shape[0], WIDTH, dtype=x.dtype, device=x.device).view(-1, 1, WIDTH)
         written = torch.ops.vllm.unified_kv_cache_update(key, value, self.name)
         torch.ops.vllm.unified_attention_with_output(
             query, key, value, output, self.name, kv_cache_dummy_dep=written
         )
-        return output
+        return output.view(-1, WIDTH)
 
 
 class TorchCompileWithNoGuardsWrapper:
@@ -312,6 +291,9 @@ def modules() -> dict[str, dict[str, Any]]:
             "set_forward_context": set_forward_context,
         },
         "vllm.v1": {},
+        "vllm.v1.attention": {},
+        "vllm.v1.attention.backends": {},
+        "vllm.v1.attention.backends.flash_attn": {"FlashAttentionImpl": FlashAttentionImpl},
         "vllm.v1.worker": {},
         "vllm.v1.worker.gpu_worker": {"Worker": Worker},
         "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner": GPUModelRunner},

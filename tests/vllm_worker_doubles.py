@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm_attention_doubles import PAGE, WIDTH, Metadata
 from vllm_doubles import (
     LENGTH,
     MOST_TOKENS,
@@ -19,7 +20,6 @@ from vllm_doubles import (
     CompilationConfig,
     CompilationMode,
     CUDAGraphMode,
-    Metadata,
     Model,
     VllmConfig,
     set_forward_context,
@@ -44,9 +44,9 @@ class GPUModelRunner:
         self.input_ids = torch.zeros(MOST_TOKENS, dtype=torch.long)
         self.positions = torch.zeros(MOST_TOKENS, dtype=torch.long)
         self.slots = torch.full((MOST_TOKENS,), -1)
-        self.starts = torch.zeros(MOST_TOKENS + 1, dtype=torch.long)
-        self.lengths = torch.zeros(MOST_TOKENS, dtype=torch.long)
-        self.tables = torch.zeros(MOST_TOKENS, LENGTH, dtype=torch.long)
+        self.starts = torch.zeros(MOST_TOKENS + 1, dtype=torch.int32)
+        self.lengths = torch.zeros(MOST_TOKENS, dtype=torch.int32)
+        self.tables = torch.zeros(MOST_TOKENS, LENGTH // PAGE, dtype=torch.int32)
         self.done = [0] * REQUESTS  # tokens of each request so far
         self.order: list[str] = []
 
@@ -83,7 +83,7 @@ class GPUModelRunner:
     def initialize_kv_cache(self, blocks: int) -> None:
         self.order.append("bind")
         for layer in self.compilation_config.static_forward_context.values():
-            layer.kv_cache = torch.zeros(2, blocks, 8)
+            layer.kv_cache = torch.zeros(blocks, 2, PAGE, 1, WIDTH)
 
     def capture_model(self) -> int:
         if self.compilation_config.cudagraph_mode is NONE:
@@ -142,16 +142,20 @@ class GPUModelRunner:
         at, rows = 0, max(len(batch), padded if padded > sum(count for _, count in batch) else 0)
         self.slots[:padded], self.lengths[:rows] = -1, 0
         for row, (request, count) in enumerate(batch):
-            own = torch.arange(LENGTH) + request * LENGTH
             first = self.done[request] if write else 0
             if write:
-                self.slots[at : at + count] = own[first : first + count]
-            self.tables[row], self.lengths[row] = own, first + count
+                self.slots[at : at + count] = torch.arange(first, first + count) + request * LENGTH
+            pages = LENGTH // PAGE
+            self.tables[row] = torch.arange(pages) + request * pages
+            self.lengths[row] = first + count
             at += count
             self.starts[row + 1] = at
         self.starts[len(batch) + 1 : rows + 1] = at
         slots = self.slots[:padded]
-        metadata = Metadata(at, self.starts[: rows + 1], self.lengths[:rows], self.tables[:rows], slots)
+        longest = max((count for _, count in batch), default=0)
+        metadata = Metadata(
+            at, longest, self.starts[: rows + 1], self.lengths[:rows], self.tables[:rows], slots
+        )
         names = self.model.names
         return dict.fromkeys(names, metadata), dict.fromkeys(names, slots)
 
@@ -212,7 +216,7 @@ def started(make: type, config: VllmConfig) -> Any:
         worker.determine_available_memory()
     else:
         worker.model_runner.profile_run()
-    worker.initialize_from_config(REQUESTS * LENGTH)
+    worker.initialize_from_config(REQUESTS * LENGTH // PAGE)
     worker.compile_or_warm_up_model()
     return worker
 

@@ -16,9 +16,10 @@ Note [Settings]
   buffers, and are one graph each. Other batches come at their live length, and are replayed piecewise.
 * additional_config "piecewise_prompt_tokens": how long the steps are that get graphs beyond vLLM's capture
   sizes (vllm_sizes.py). It is not set where the user chose capture sizes.
+* additional_config "piecewise_attention": whether attention of decode batches is ours (vllm_attention.py).
 * custom_ops "none", and "native" first among the implementations of vLLM's IR ops: Inductor then fuses norms,
   activations and rotary embeddings. For a backend not called "inductor", vLLM chooses opaque kernels.
-* inductor_compile_config is vLLM's own: Inductor gets it for our segments too (vllm_graphs.py). By default it
+* inductor_compile_config is vLLM's own: Inductor gets it for our segments too (vllm_model.py). By default it
   has one kernel do what several would do side by side, such as the rotary embeddings of queries and keys.
 """
 
@@ -36,6 +37,7 @@ from piecewise_graph.integrations.stacks import VLLM
 from piecewise_graph.integrations.vllm_sizes import configure_prompts
 
 BACKEND = "piecewise"
+ATTENTION = "piecewise_attention"  # a setting in vLLM's `additional_config`, which is for plugins
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
 OUR_WORKER = "piecewise_graph.integrations.vllm_worker.PiecewiseWorker"
 
@@ -159,6 +161,7 @@ def configure(config: Any) -> None:
     if compilation.cudagraph_mode is None:
         compilation.cudagraph_mode = VLLM.imported(_COMPILATION, "CUDAGraphMode.FULL_DECODE_ONLY")
     configure_prompts(config)
+    _configure_attention(config)
     custom_ops = VLLM.required(compilation, "custom_ops", "CompilationConfig")
     if not {"all", "none"} & set(custom_ops):
         custom_ops.append("none")
@@ -166,6 +169,14 @@ def configure(config: Any) -> None:
     for field in fields(priorities):
         if getattr(priorities, field.name) == []:
             setattr(priorities, field.name, ["native"])
+
+
+def _configure_attention(config: Any) -> None:
+    settings = VLLM.required(config, "additional_config", "VllmConfig")
+    if isinstance(settings, dict):
+        value = settings.setdefault(ATTENTION, True)
+        if type(value) is not bool:
+            raise IntegrationError.unsupported(f"{ATTENTION} = {value!r}", "give true or false.")
 
 
 def take_worker(config: Any) -> None:
