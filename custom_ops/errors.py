@@ -329,7 +329,7 @@ class CacheError(PiecewiseError):
         return cls(
             f"K or V of a layer is {tuple(found.shape)} with strides {found.stride()}, the first K "
             f"{tuple(first.shape)} with strides {first.stride()}.",
-            "pass [num_pages, page_size, kv_heads, head_dim] of one shape; pages dense, equally far apart.",
+            "pass [num_pages, page_size, kv_heads, head_dim]: pages of one shape, dense, equally far apart.",
         )
 
     @classmethod

@@ -58,8 +58,8 @@ class PagedKVCache:
         """A cache on memory that somebody else allocated, and hands out; it has no null page.
 
         Args:
-            k, v: per layer `[num_pages, page_size, kv_heads, head_dim]`, all of the same shape. Each page is
-                dense. Pages may lie apart, all of them equally far: vLLM keeps K and V of a page together.
+            k, v: per layer `[num_pages, page_size, kv_heads, head_dim]`, with pages of one shape, each dense.
+                Pages may lie apart, all of them equally far: vLLM keeps K and V of a page together.
 
         Raises:
             CacheError: they are not like that.
@@ -67,7 +67,7 @@ class PagedKVCache:
         cache = cls.__new__(cls)
         cache._hold(k, v)
         for tensor in (*cache.k, *cache.v):
-            if _layout(tensor) != (cache.k[0].shape, cache.page_pitch) or cache.page_pitch < cache.page_size:
+            if _layout(tensor) != _layout(k[0]) or cache.page_pitch < cache.page_size:
                 raise CacheError.not_pages(tensor, k[0])
         return cache
 
@@ -119,12 +119,12 @@ class PagedKVCache:
 
 
 def _layout(pages: Tensor) -> tuple[torch.Size, int]:
-    """The shape of a layer's K or V, and its page pitch; 0 where a page is not dense."""
+    """The shape of the pages of a layer's K or V, and their pitch; 0 where they are not dense."""
     _, page_size, kv_heads, head_dim = pages.shape
     slot = kv_heads * head_dim
     if not pages[:1].is_contiguous() or pages.stride(0) % slot:
-        return pages.shape, 0
-    return pages.shape, pages.stride(0) // slot if len(pages) > 1 else page_size
+        return pages.shape[1:], 0
+    return pages.shape[1:], pages.stride(0) // slot if len(pages) > 1 else page_size
 
 
 def kv_sizes(config: Any) -> tuple[int, int]:

@@ -178,3 +178,36 @@ class Table(RuleBasedStateMachine):
 
 TestTable = Table.TestCase
 TestTable.settings = settings(max_examples=30, stateful_step_count=20)
+
+
+def pages(count: int, *shape: int, apart: int = 1) -> torch.Tensor:
+    return torch.zeros(count, apart, *shape)[:, 0]
+
+
+def test_pages_of_somebody_else_may_lie_apart() -> None:
+    """Their number may differ from layer to layer, as transformers has it."""
+    cache = PagedKVCache.of_pages([pages(5, 4, 2, 8), pages(3, 4, 2, 8)], [pages(5, 4, 2, 8)] * 2)
+    assert (cache.page_size, cache.page_pitch) == (4, 4)
+    assert PagedKVCache.of_pages(*[[pages(5, 4, 2, 8, apart=3)]] * 2).page_pitch == 12
+    assert PagedKVCache.of_pages(*[[pages(1, 4, 2, 8, apart=3)]] * 2).page_pitch == 4
+
+
+WRONG_PAGES = {
+    "heads first": pages(5, 2, 4, 8).transpose(1, 2),
+    "no whole slots apart": torch.zeros(130).as_strided((2, 4, 2, 8), (65, 16, 8, 1)),
+    "overlapping": torch.zeros(96).as_strided((2, 4, 2, 8), (32, 16, 8, 1)),
+}
+OTHER_PAGES = {"shape": pages(5, 4, 2, 16), "pitch": pages(5, 4, 2, 8, apart=2), **WRONG_PAGES}
+
+
+@pytest.mark.parametrize("name", OTHER_PAGES)
+def test_pages_that_are_not_like_the_first_are_refused(name: str) -> None:
+    first = pages(5, 4, 2, 8)
+    with pytest.raises(CacheError, match="with strides"):
+        PagedKVCache.of_pages([first, first], [first, OTHER_PAGES[name]])
+
+
+@pytest.mark.parametrize("name", WRONG_PAGES)
+def test_pages_that_are_not_dense_are_refused(name: str) -> None:
+    with pytest.raises(CacheError, match="with strides"):
+        PagedKVCache.of_pages([WRONG_PAGES[name]], [WRONG_PAGES[name]])
