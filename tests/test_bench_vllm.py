@@ -189,6 +189,7 @@ def test_the_marks_of_our_engine() -> None:
     "name",
     [
         "bench_vllm",
+        "bench_vllm_answers_h200",
         "bench_vllm_load_1b",
         "bench_vllm_load_1b_h200",
         "bench_vllm_load_1b_h200_lengths",
