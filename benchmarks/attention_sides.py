@@ -169,6 +169,32 @@ def _flash_attn(setup: Setup) -> Side:
     return call
 
 
+def _vllm_flash_attn(setup: Setup) -> Side:
+    """flash-attn 3 as vLLM captures it: K and V into the cache first, then attention in up to 32 parts."""
+    from vllm import _custom_ops as ops
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+    point, cache, batch = setup.point, setup.batch.kv_cache, setup.batch
+    slots, unscaled = batch.slot_mapping.long(), torch.ones(1, device="cuda")
+    lengths = {"max_seqlen_q": point.rows, "max_seqlen_k": batch.max_seq_len, "num_splits": 32}
+    schedule = get_scheduler_metadata(
+        batch_size=point.requests, num_heads_q=HEADS, num_heads_kv=KV_HEADS, headdim=HEAD_DIM,
+        qkv_dtype=DTYPE, cache_seqlens=batch.seq_lens, cu_seqlens_q=batch.qo_indptr,
+        page_size=point.page_size, causal=True, **lengths,
+    )  # fmt: skip
+
+    def call(layer: int) -> None:
+        k, v = cache.k[layer], cache.v[layer]
+        ops.reshape_and_cache_flash(setup.k, setup.v, k, v, slots, "auto", unscaled, unscaled)
+        flash_attn_varlen_func(
+            setup.q, k, v, out=setup.out, cu_seqlens_q=batch.qo_indptr, seqused_k=batch.seq_lens,
+            block_table=batch.block_table, softmax_scale=HEAD_DIM**-0.5, causal=True, fa_version=3,
+            scheduler_metadata=schedule, **lengths,
+        )  # fmt: skip
+
+    return call
+
+
 def _sdpa(setup: Setup) -> Side:
     """Over K and V in one piece per request; which tokens they are does not matter to its time."""
     point, cache = setup.point, setup.batch.kv_cache
@@ -193,5 +219,6 @@ SIDES: dict[str, Callable[[Setup], Side]] = {
     "flashinfer xqa": _flashinfer_xqa,
     "flashinfer planned": _flashinfer_planned,
     "flash_attn 4": _flash_attn,
+    "vllm flash_attn 3": _vllm_flash_attn,
     "torch sdpa": _sdpa,
 }

@@ -4,7 +4,7 @@
 
 The shape is Llama-3-8B's (32 query heads, 8 KV heads, head_dim 128, bf16). A graph of many calls walks over
 layers of K and V that are together larger than the L2 cache; sides take turns. Ours write the batch's K and V
-into the cache as well, which the libraries called directly leave to the caller.
+into the cache as well, and so does vLLM's; the libraries called directly leave that to the caller.
 """
 
 from __future__ import annotations
