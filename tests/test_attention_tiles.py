@@ -31,11 +31,13 @@ CACHE = 64 << 10  # bytes that linears of one row want of it
 
 def tiling(
     head_dim: int, kv_heads: int, requests: int, rows: int = 1,
-    *, large: bool = True, group: int = 4, span: int = 512,
+    *, large: bool = True, group: int = 4, apart: bool = False,
 ) -> Tiling:  # fmt: skip
     heads = group * kv_heads
     traits = Traits("triton", "cuda", torch.bfloat16, heads, kv_heads, head_dim, None, None, False)
-    tiled = tile_batch(traits, requests, requests * rows, rows, span, processors=132, large=large)
+    tiled = tile_batch(
+        traits, requests, requests * rows, rows, 8192, processors=132, large=large, apart=apart
+    )
     return tiled.tiling
 
 
@@ -142,7 +144,7 @@ def test_beside_linears_of_one_row_the_first_level_cache_stays(
 )
 def test_tiles_of_decode_are_large_for_few_programs_and_full_rounds(requests: int, tokens: int) -> None:
     assert tiling(128, 8, requests).tile.block_n == tokens
-    assert tiling(128, 8, requests, span=513).tile.block_n == (tokens if requests <= 2 else 32)
+    assert tiling(128, 8, requests, apart=True).tile.block_n == (tokens if requests <= 2 else 32)
     assert tiling(128, 8, requests, large=False).tile.block_n == (32 if requests > 2 else 64)
     assert tiling(256, 8, requests).tile.block_n == (64 if requests <= 2 else 32)
 

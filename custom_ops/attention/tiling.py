@@ -92,7 +92,7 @@ class TiledBatch:
 @lru_cache(maxsize=1024)
 def tile_batch(
     traits: Traits, requests: int, num_tokens: int, max_query_len: int, span: int, processors: int,
-    *, large: bool = False,
+    *, large: bool = False, apart: bool = False,
 ) -> TiledBatch:  # fmt: skip
     """Tiling and number of programs.
 
@@ -101,6 +101,7 @@ def tile_batch(
         processors: multiprocessors of the GPU.
         large: tiles may be large. Not for batches of prompts, which so have one variant less, nor on GPUs
             with less memory than those that were measured.
+        apart: pages of K do not lie side by side, nor those of V.
     """
     dim, group, itemsize = triton.next_power_of_2(traits.head_dim), traits.group, traits.dtype.itemsize
     packed = _INVARIANT_ROWS if traits.deterministic else max(max_query_len, 1) * group
@@ -109,7 +110,7 @@ def tile_batch(
     each = -(-max_query_len // block_q)
     blocks = max(min(requests * each, num_tokens // block_q + requests), 1)
     programs = blocks * traits.kv_heads / processors
-    tile = _tile(block_m, dim * itemsize, itemsize, programs, large, num_tokens == 1, span <= _SHORT)
+    tile = _tile(block_m, dim * itemsize, itemsize, programs, large, num_tokens == 1, apart)
     min_tiles = max(_MIN_SPLIT // tile.block_n, 1)
     rows = min(triton.next_power_of_2(min(block_q, max_query_len) * group), 16, 4096 // dim)
     parts = max(min(_COMBINED * tile.warps // (rows * dim), 32), 1)
@@ -128,7 +129,6 @@ def tile_batch(
 
 
 _INVARIANT_ROWS = 64  # packed rows per tile; see Note [One order]
-_SHORT = 512  # tokens that a request may have at most, where all are short
 _MIN_SPLIT = 128  # tokens; below, combining costs more than the split saves
 _COMBINED = 2048  # floats of partial results in registers, per warp
 
@@ -159,28 +159,28 @@ def _block_m(packed: int, group: int, dim: int, itemsize: int) -> int:
 
 
 def _tile(
-    block_m: int, row_bytes: int, itemsize: int, programs: float, large: bool, one_row: bool, short: bool
+    block_m: int, row_bytes: int, itemsize: int, programs: float, large: bool, one_row: bool, apart: bool
 ) -> Tile:
     """The fastest measured, on Hopper with heads of 64 and 128 elements, for few programs with 256 too.
 
     Decode wants small tiles, many of them in flight at a time; more rows want larger ones. Larger tiles and
     more warps make a single program faster. Decode and short verifications gain by that where `few` programs
-    leave most multiprocessors idle. Decode of short requests does, too, where one or two programs on each are
-    a round that is nearly full; with 4,096 tokens each it took 13 % longer. float32 stays on the ordinary
-    units, whose operands take many registers.
+    leave most multiprocessors idle, decode also where one or two programs on each are a round that is nearly
+    full. It does not where K and V of a page lie together (16 or 32 requests of 4,096 tokens took 13 %
+    longer). float32 stays on the ordinary units, whose operands take many registers.
 
     Args:
         row_bytes: of K, of one token and head, padding included.
         programs: per multiprocessor, where nothing is split.
         one_row: the batch has a single row, beside which twice as many programs are few.
-        short: no request can have many tokens.
+        apart: as of `tile_batch`.
     """
     few, resident = programs <= 1 / 8, _RESIDENT[block_m]
     if itemsize == 4:
         return Tile(32 if block_m == 16 else 16, 8, 2, resident)
     if block_m == 16 and large and programs <= (1 / 4 if one_row else 1 / 8) and row_bytes in (256, 512):
         return Tile(32768 // row_bytes, 8, 3, resident=1, set_aside=1)
-    is_full = large and short and 0.9 * math.ceil(programs) <= programs <= 2
+    is_full = large and not apart and 0.9 * math.ceil(programs) <= programs <= 2
     if block_m == 16 and row_bytes in (128, 256) and (few or is_full):
         return Tile(16384 // row_bytes, 8, 2 if few else 3, 2)
     if block_m == 16:

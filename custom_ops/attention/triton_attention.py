@@ -95,6 +95,7 @@ def prepare(batch: AttentionBatch, call: AttentionCall) -> State:
     tiled = tile_batch(
         traits, batch.num_requests, batch.num_tokens, batch.max_query_len, span, multiprocessors(device),
         large=batch.query_len is not None and shared_memory(device) >= _LARGE_TILES,
+        apart=batch.kv_cache.page_pitch != batch.kv_cache.page_size,
     )  # fmt: skip
     tile = tiled.tiling.tile
     launcher = _launcher(tile.warps, tile.set_aside, dependent_launches(device))
