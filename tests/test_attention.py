@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from attention_cases import Shape, check, make_case
+from attention_cases import Shape, check, check_without_slots, make_case
 from hypothesis import given, settings, strategies as st
 
 MIXED = ((5, 1), (0, 7), (0, 0), (33, 3), (0, 1), (16, 1))
@@ -42,6 +42,12 @@ SHAPES = {
 def test_torch_reference_equals_the_loop(name: str, device: torch.device) -> None:
     case = make_case(SHAPES[name], dtype=torch.float64, device=device, implementation="torch")
     check(case, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["mixed", "decode as vLLM has it"])
+def test_rows_without_slots_write_nothing(name: str, device: torch.device) -> None:
+    shape = dataclasses.replace(SHAPES[name], as_vllm=True)
+    check_without_slots(make_case(shape, dtype=torch.float64, device=device, implementation="torch"))
 
 
 def lengths(uniform: bool) -> st.SearchStrategy[tuple[tuple[int, int], ...]]:

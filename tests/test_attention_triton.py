@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from attention_cases import Case, Shape, check, expected, make_case
+from attention_cases import Case, Shape, check, check_without_slots, expected, make_case
 from hypothesis import given, settings, strategies as st
 from interpreter import INTERPRETED, assert_passes_interpreted, needs_kernels, starts_the_interpreter
 from test_attention import SHAPES, shapes
@@ -19,7 +19,6 @@ from piecewise_graph.custom_ops.attention.call import AttentionCall
 from piecewise_graph.custom_ops.attention.implementations import serve
 from piecewise_graph.custom_ops.errors import AttentionError
 from piecewise_graph.kernels import early_reads
-from piecewise_graph.kernels.early_reads import unwritten
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -30,11 +29,10 @@ SPLIT = {
     "decode": Shape(LONG, uniform=True),
     "decode, groups of 8, page 1": Shape(LONG, heads=8, kv_heads=1, page_size=1),
     "decode, groups of 6, longer bound": Shape(LONG, heads=6, kv_heads=1, max_seq_len=8192),
-    "decode in a window, soft cap": Shape(LONG, heads=2, kv_heads=1, window=400, softcap=4.0),
+    "decode in a window, soft cap": Shape(LONG, 2, 1, window=400, softcap=4.0, uniform=True, as_vllm=True),
     "verify, groups of 3": Shape(WIDE, heads=3, kv_heads=1, head_dim=80, uniform=True),
     "tree": Shape(WIDE, tree=True, tree_width=7),
     "tree in a window": Shape(WIDE, heads=2, kv_heads=1, tree=True, window=280),
-    "decode as vLLM has it": Shape(LONG, uniform=True, as_vllm=True),
     "64 packed rows": Shape(((100, 9), (300, 2)), heads=10, kv_heads=2, head_dim=16),
     "more splits than are combined at a time": Shape(((1100, 1), (5, 1)), heads=16, kv_heads=1, head_dim=256),
 }
@@ -82,6 +80,8 @@ class TestKernels:
     @pytest.mark.parametrize("name", SHAPES)
     def test_equals_the_loop(self, name: str) -> None:
         check(case_of(SHAPES[name]), 1e-5)
+        if SHAPES[name].as_vllm:
+            check_without_slots(case_of(SHAPES[name]))
 
     @pytest.mark.parametrize("name", SPLIT)
     def test_splits_leave_the_counters_at_zero(self, name: str) -> None:
@@ -157,7 +157,7 @@ class TestKernels:
             for each in [(267,) * 4, *lengths]
         ]  # fmt: skip
         frame, *cases = (case_of(shape, dtype, seed) for seed, shape in enumerate(shapes))
-        with unwritten(frame.batch.unwritten_in_forward() if early else ()):
+        with early_reads.unwritten(frame.batch.unwritten_in_forward() if early else ()):
             replay = captured(frame)
         for case in (*cases, cases[0]):
             pour(case, frame)
@@ -186,7 +186,7 @@ class TestKernels:
         case.call.memo[state.config] = (lambda grid, args: told.append(args[0]), ())
         monkeypatch.setattr(early_reads, "_is_capturing", lambda: True)
         named = [tensor for i, tensor in enumerate(case.batch.unwritten_in_forward()) if i != left]
-        with unwritten(named):
+        with early_reads.unwritten(named):
             attend(case.batch, state, case.call)
         attend(case.batch, state, case.call)
         assert told == [int(left is None), 0]
@@ -280,7 +280,7 @@ class TestCompiled:
         chains = {early: chain_of(frame, 8) for early in (False, True)}
         replays = {}
         for early, calls in chains.items():
-            with unwritten(frame.batch.unwritten_in_forward() if early else ()):
+            with early_reads.unwritten(frame.batch.unwritten_in_forward() if early else ()):
                 replays[early] = captured(frame, *calls)
             assert told[-len(calls) :] == [early] * len(calls)
         for case, wanted in [(case, expected(case)) for case in cases] * 10:

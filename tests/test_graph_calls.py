@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 SHAPES = {
     "ours": Shape(((5, 1), (0, 1), (33, 1), (0, 0)), uniform=True),
     "vLLM": Shape(((5, 1), (0, 1), (33, 1), (0, 0)), uniform=True, as_vllm=True),
+    "verify of few": Shape(((20, 4), (0, 4)), uniform=True, as_vllm=True),
     "verify": Shape(((20, 4), (0, 4), (0, 0)), uniform=True, as_vllm=True, window=9, softcap=3.0),
 }
 

@@ -61,6 +61,13 @@ for shape in SHAPES:
     for found in kept:
         kv_write.zero_padding(batch, call, found)
     assert len(call.memo) <= 64
+for shape in SHAPES[:2]:
+    case = make_case(shape, dtype=torch.float32, device=torch.device("cpu"), implementation="torch")
+    slots = case.batch.slot_mapping.long()
+    slots[-1] = -1  # would be the last slot in front of the layer's
+    case = replace(case, batch=replace(case.batch, slot_mapping=slots))
+    kv_write.write_kv(case.batch, case.call)
+    check_cache(case)
 """
 
 

@@ -33,7 +33,7 @@ class FlashAttentionImpl:
 
     def __init__(self, window: int | None = None, softcap: float = 0) -> None:
         self.num_heads = self.num_kv_heads = 1
-        self.head_size, self.scale, self.logits_soft_cap = WIDTH, 1.0, softcap
+        self.head_size, self.scale, self.logits_soft_cap = WIDTH, 0.3, softcap
         self.sliding_window = (-1, -1) if window is None else (window - 1, 0)
 
     def do_kv_cache_update(

@@ -117,6 +117,18 @@ class VllmConfig:
 # --- the forward context and the ops that read it -------------------------------------------------------
 
 
+@dataclass
+class CachedRequestData:
+    resumed_req_ids: set[str] = field(default_factory=set)
+
+
+@dataclass
+class SchedulerOutput:
+    batch: Any  # of the double of the model runner
+    scheduled_new_reqs: list[Any] = field(default_factory=list)
+    scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
+
+
 @dataclass(frozen=True)
 class BatchDescriptor:
     num_tokens: int
@@ -294,6 +306,12 @@ def modules() -> dict[str, dict[str, Any]]:
         "vllm.v1.attention": {},
         "vllm.v1.attention.backends": {},
         "vllm.v1.attention.backends.flash_attn": {"FlashAttentionImpl": FlashAttentionImpl},
+        "vllm.v1.core": {},
+        "vllm.v1.core.sched": {},
+        "vllm.v1.core.sched.output": {
+            "SchedulerOutput": SchedulerOutput,
+            "CachedRequestData": CachedRequestData,
+        },
         "vllm.v1.worker": {},
         "vllm.v1.worker.gpu_worker": {"Worker": Worker},
         "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner": GPUModelRunner},

@@ -21,6 +21,7 @@ from vllm_doubles import (
     CompilationMode,
     CUDAGraphMode,
     Model,
+    SchedulerOutput,
     VllmConfig,
     set_forward_context,
 )
@@ -139,7 +140,8 @@ class GPUModelRunner:
         self, batch: Sequence[tuple[int, int]], padded: int, write: bool
     ) -> tuple[dict[str, Metadata], dict[str, Tensor]]:
         """In the buffers; requests of the padding have no token and no length."""
-        at, rows = 0, max(len(batch), padded if padded > sum(count for _, count in batch) else 0)
+        longest, live = max((count for _, count in batch), default=0), sum(count for _, count in batch)
+        at, rows = 0, max(len(batch), padded // longest if padded > live else 0)
         self.slots[:padded], self.lengths[:rows] = -1, 0
         for row, (request, count) in enumerate(batch):
             first = self.done[request] if write else 0
@@ -152,7 +154,6 @@ class GPUModelRunner:
             self.starts[row + 1] = at
         self.starts[len(batch) + 1 : rows + 1] = at
         slots = self.slots[:padded]
-        longest = max((count for _, count in batch), default=0)
         metadata = Metadata(
             at, longest, self.starts[: rows + 1], self.lengths[:rows], self.tables[:rows], slots
         )
@@ -187,6 +188,9 @@ class Worker:
         self.model_runner._dummy_run(MOST_TOKENS, force_attention=True)  # kernel_warmup
         self.model_runner.capture_model()
         self.model_runner._dummy_run(REQUESTS)  # warms up the sampler
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> tuple[Tensor, Tensor]:
+        return self.model_runner.execute_model(scheduler_output.batch)
 
     def sleep(self, level: int = 1) -> None:
         self.model_runner.order.append("sleep")

@@ -35,7 +35,8 @@ class AttentionBatch:
         seq_lens: int32 `[requests]`, tokens of each request with this batch's; 0 for a padded request.
         qo_indptr: int32 `[requests + 1]`, the first row of each request, then the number of live rows.
         slot_mapping: int32 `[num_tokens]`, the cache slot to which each row's K and V go; padded rows name
-            the null slot (0). Or int64, as vLLM has it: K and V of rows with negative slots go nowhere.
+            the null slot (0). Or int64, as vLLM has it: K and V of rows with negative slots go nowhere, and
+            no row of a request may see them.
         max_query_len: upper bound of the rows of one request.
         max_seq_len: upper bound of `seq_lens`, in a captured graph for all its replays.
         query_len: where every request has the same number of rows, padded ones included: that number.

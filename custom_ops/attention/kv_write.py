@@ -36,7 +36,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    there = at < WIDTH
+    there = (at < WIDTH) & (slot >= 0)
     head, dim = at // HEAD_DIM, at % HEAD_DIM
     new_k = tl.load(k + row * K_ROW + head * K_HEAD + dim * K_DIM, mask=there)
     new_v = tl.load(v + row * V_ROW + head * V_HEAD + dim * V_DIM, mask=there)

@@ -8,6 +8,12 @@ launch takes 13. The linear behind it starts while it runs.
 Note [Which layers]
 Layers of vLLM's FlashAttentionImpl that ask for nothing which our kernel lacks. Their two methods are
 exchanged while a decode batch is captured, on these objects alone. All other calls are vLLM's.
+
+Note [Shared pages]
+vLLM writes K and V of all requests before it reads any. Our launch reads old tokens while it writes new ones.
+With cached prefixes, a request may find a page in the very step that fills it, for another request. That can
+be no other step than the one in which it is scheduled for the first time, or again after a preemption. Graphs
+with our attention serve no such step.
 """
 
 from __future__ import annotations
@@ -59,41 +65,44 @@ class DecodeAttention:
         sizes: token counts of batches, some of them of decode batches.
 
     Attributes:
-        served: names of the layers that were, at the last capture.
+        served: names of the layers of the last batch that are.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
         self.served: tuple[str, ...] = ()
         self._caches: dict[Hashable, PagedKVCache] = {}  # with the workspace that all graphs share
+        self._batches: list[AttentionBatch] = []  # that graphs were captured with
         self._expected = set[Hashable]()
 
     @contextmanager
-    def instead(self, context: Any) -> Iterator[tuple[AttentionBatch, ...]]:
+    def instead(self, context: Any) -> Iterator[None]:
         """Within the block, calls of attention are ours where that is possible.
 
         Args:
             context: vLLM's forward context, of a batch in mode FULL.
-
-        Yields:
-            what has to live as long as a graph that is captured within.
         """
-        batches, served = list[AttentionBatch](), list[str]()
+        served = list[str]()
         with ExitStack() as block:
             for layers in _groups(context).values():
                 with suppress(PiecewiseError):  # of tensors that are others than ours would be
-                    batches.append(self._batch([*layers.values()]))
+                    batch = self._batch([*layers.values()])
+                    self._batches.append(batch)
                     for index, (name, (layer, _, _)) in enumerate(layers.items()):
-                        if self._can_serve(batches[-1], layer.impl):
+                        if self._can_serve(batch, layer.impl):
                             served.append(name)
-                            block.enter_context(_exchanged(layer.impl, batches[-1], index))
+                            block.enter_context(_exchanged(layer.impl, batch, index))
             self.served = tuple(served)
-            yield tuple(batches)
+            yield
 
     def forget(self) -> None:
-        """Let go of vLLM's KV caches."""
+        """Let go of vLLM's KV caches and of all that graphs read; they are gone."""
+        for batch in self._batches:
+            batch.served_by.clear()  # it holds the batch: a circle, and vLLM freezes the garbage collector
+        self._batches.clear()
         self._caches.clear()
         self._expected.clear()
+        self.served = ()
 
     def _batch(self, layers: Sequence[_Layer]) -> AttentionBatch:
         """One that reads what vLLM's kernels would read.
@@ -102,7 +111,8 @@ class DecodeAttention:
             PiecewiseError: its tensors are others than ours would be.
         """
         pages = [layer.kv_cache for layer, _, _ in layers]
-        key = tuple(each.data_ptr() for each in pages)
+        shape = pages[0].shape, pages[0].stride(), pages[0].dtype  # hybrid models share memory
+        key = shape, *(each.data_ptr() for each in pages)
         if key not in self._caches:
             k, v = ([each[:, which] for each in pages] for which in (0, 1))
             self._caches[key] = PagedKVCache.of_pages(k, v)
@@ -166,7 +176,8 @@ def _is_plain(found: _Layer) -> bool:
     impl, pages = getattr(layer, "impl", None), getattr(layer, "kv_cache", None)
     if module is None or type(impl) is not module.FlashAttentionImpl or not isinstance(slots, Tensor):
         return False
-    if not isinstance(pages, Tensor) or pages.dim() != 5 or pages.shape[1] != 2:
+    heads = getattr(impl, "num_kv_heads", None), getattr(impl, "head_size", None)
+    if not isinstance(pages, Tensor) or pages.shape[1:2] + pages.shape[3:] != (2, *heads):
         return False
     is_changed = {"forward", "do_kv_cache_update"} & vars(impl).keys()  # by somebody else
     asks = {name: getattr(impl, name, NotImplemented) for name in _PLAIN}

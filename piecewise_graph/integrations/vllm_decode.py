@@ -20,11 +20,13 @@ class DecodeBatch:
         inputs: of the model, as they were captured.
         context: vLLM's forward context of that call.
         graph: what pg.capture_in_place returned for them.
-        kept_alive: what it reads besides.
+        own_attention: see Note [Shared pages] in vllm_attention.py.
     """
 
-    def __init__(self, inputs: Mapping[str, Any], context: Any, graph: Any, kept_alive: Any = None) -> None:
-        self.graph, self._kept_alive = graph, kept_alive
+    def __init__(
+        self, inputs: Mapping[str, Any], context: Any, graph: Any, *, own_attention: bool = False
+    ) -> None:
+        self.graph, self.own_attention = graph, own_attention
         self._inputs = {name: _place(value) for name, value in inputs.items()}
         metadata, slots = _by_layer(context.attn_metadata), _by_layer(context.slot_mapping)
         # Layers of a group share one object, in every batch. So the first layer of each is asked.

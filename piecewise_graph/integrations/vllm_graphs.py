@@ -149,6 +149,12 @@ class RunnerGraphs:
                 each.forget()
                 log.warning("logits are computed without graphs: %s", error)
 
+    def begin_step(self, scheduled: Any) -> None:
+        """Before the runner executes what vLLM has scheduled."""
+        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
+        for model in self.models:
+            model.admits = bool(scheduled.scheduled_new_reqs or resumed)
+
     def drop(self) -> None:
         """Drop all graphs: what they read is about to go, or to be replaced."""
         pg.reset()

@@ -45,6 +45,7 @@ class ServedModel:
 
     Attributes:
         captures_full: a call in mode FULL is captured, because vLLM is capturing.
+        admits: the step has requests that the step before had not (Note [Shared pages] in vllm_attention.py).
         hidden_row: an example of what the model's logits are computed of; None before the first call.
     """
 
@@ -57,7 +58,7 @@ class ServedModel:
         attention: DecodeAttention | None,
     ) -> None:
         self.part, self.sizes, self._inductor, self._attention = part, tuple(sizes), inductor, attention
-        self.captures_full = False
+        self.captures_full = self.admits = False
         self.hidden_row: Tensor | None = None
         self._forward = module.forward  # `module(...)` would come back here
         self._context: Callable[[], Any] = VLLM.imported("vllm.forward_context", "get_forward_context")
@@ -75,6 +76,8 @@ class ServedModel:
         context = self._context()
         if context.cudagraph_runtime_mode is self._full_mode:
             batch = self._full.get(context.batch_descriptor)
+            if batch is not None and self.admits and batch.own_attention:
+                return self._piecewise(inputs)
             if batch is not None and batch.fits(inputs, context):
                 return batch.graph()
             if self.captures_full and (batch := self._capture_full(inputs, context)) is not None:
@@ -109,15 +112,19 @@ class ServedModel:
 
     def _capture_full(self, inputs: Inputs, context: Any) -> DecodeBatch | None:
         """Capture this very call, of vLLM's capture step; None where that is impossible."""
-        own = self._attention.instead(context) if self._attention is not None else nullcontext()
-        try:
-            with own as kept_alive:
-                graph = pg.capture_in_place(self._compiled, **inputs)
-        except Exception as error:  # whatever it was: its pieces are captured
-            log.warning("%s model, %s: not captured: %s", self.part, context.batch_descriptor, error)
-            return None
-        batch = self._full[context.batch_descriptor] = DecodeBatch(inputs, context, graph, kept_alive)
-        return batch
+        ways = [("its attention is vLLM's", self._attention)] if self._attention is not None else []
+        for instead, attention in (*ways, ("not captured", None)):
+            try:
+                with nullcontext() if attention is None else attention.instead(context):
+                    graph = pg.capture_in_place(self._compiled, **inputs)
+            except Exception as error:  # whatever it was: its pieces are captured
+                log.warning("%s model, %s: %s: %s", self.part, context.batch_descriptor, instead, error)
+                continue
+            own = attention is not None and bool(attention.served)
+            batch = DecodeBatch(inputs, context, graph, own_attention=own)
+            self._full[context.batch_descriptor] = batch
+            return batch
+        return None
 
     def capture_pieces(self) -> int:
         """Capture the piecewise graphs of all sizes, largest first; the bytes that they took."""
@@ -162,8 +169,8 @@ class ServedModel:
         """What became of the model, in a few lines."""
         if self._compiled is None:
             return "never called"
-        layers = len(self._attention.served) if self._attention is not None else 0
-        told = f"{len(self._full)} decode batches, one graph each; attention of {layers} layers is ours there"
+        own = sum(batch.own_attention for batch in self._full.values())
+        told = f"{len(self._full)} decode batches, one graph each; {own} with attention of this backend"
         return f"{pg.explain(self._compiled).summary()}\n{told}"
 
     def _inputs(self, size: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ _METHODS = (
     "init_device",
     "load_model",
     "initialize_from_config",
+    "execute_model",
     "sleep",
     "wake_up",
     "reload_weights",
@@ -33,7 +34,19 @@ _METHODS = (
     "finish_weight_update",
     "shutdown",
 )
-_CONTEXT = ("attn_metadata", "batch_descriptor", "cudagraph_runtime_mode", "slot_mapping")
+_CONTEXT = (
+    "attn_metadata",
+    "batch_descriptor",
+    "cudagraph_runtime_mode",
+    "no_compile_layers",
+    "slot_mapping",
+)
+_OUTPUT = "vllm.v1.core.sched.output"
+_FIELDS = {
+    ("vllm.forward_context", "ForwardContext"): _CONTEXT,
+    (_OUTPUT, "SchedulerOutput"): ("scheduled_new_reqs", "scheduled_cached_reqs"),
+    (_OUTPUT, "CachedRequestData"): ("resumed_req_ids",),
+}
 _ASLEEP = frozenset({"weights", "kv_cache"})
 
 
@@ -45,10 +58,11 @@ def check_hooks() -> None:
     """
     for name in _METHODS:
         VLLM.required(Worker, name, WORKER)
-    names = {field.name for field in fields(VLLM.imported("vllm.forward_context", "ForwardContext"))}
-    for name in _CONTEXT:
-        if name not in names:
-            raise VLLM.missing(f"ForwardContext.{name}")
+    for (module, owner), names in _FIELDS.items():
+        known = {field.name for field in fields(VLLM.imported(module, owner))}
+        for name in names:
+            if name not in known:
+                raise VLLM.missing(f"{owner}.{name}")
 
 
 def leave_default_stream() -> None:
@@ -78,6 +92,10 @@ class PiecewiseWorker(Worker):
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         self._graphs.drop()  # full graphs hold the KV cache that was there
         super().initialize_from_config(kv_cache_config)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **options: Any) -> Any:
+        self._graphs.begin_step(scheduler_output)
+        return super().execute_model(scheduler_output, *args, **options)
 
     def sleep(self, level: int = 1) -> None:
         self._graphs.drop()
