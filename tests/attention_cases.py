@@ -195,11 +195,14 @@ def check(case: Case, tolerance: float, *, captured: bool = False) -> None:
 
 
 def check_without_slots(case: Case) -> None:
-    """Rows that all have negative slots, as in vLLM's dummy batches, leave the cache as it was."""
-    slots = torch.full_like(case.batch.slot_mapping, -1, dtype=torch.int64)
-    case = replace(case, batch=replace(case.batch, slot_mapping=slots))
-    serve(case.batch, case.call, captured=False)
-    check_cache(case)
+    """Rows of negative slots leave the cache as it was: all, as in vLLM's dummy batches, or all but one."""
+    last = int(case.batch.qo_indptr[-1]) - 1
+    for others in (0, 1):
+        slots = torch.full_like(case.batch.slot_mapping, -1, dtype=torch.int64)
+        slots[last : last + others] = case.batch.slot_mapping[last]
+        found = replace(case, batch=replace(case.batch, slot_mapping=slots))
+        serve(found.batch, found.call, captured=False)
+        check_cache(found)
 
 
 def check_cache(case: Case) -> None:

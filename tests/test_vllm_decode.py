@@ -13,9 +13,10 @@ from vllm_worker_doubles import GPUModelRunner, eagle, worker
 import piecewise_graph as pg
 from piecewise_graph.frontend import one_token
 from piecewise_graph.integrations import vllm as plugin
-from piecewise_graph.integrations.vllm_decode import _METADATA, DecodeBatch
+from piecewise_graph.integrations.vllm_decode import DecodeBatch
 
 BATCH = [(0, [8]), (1, [9])]
+METADATA = ("seq_lens", "block_table", "slot_mapping")  # beside query_start_loc
 
 
 @pytest.fixture(autouse=True)
@@ -26,18 +27,18 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("order", ["aabb", "abab", "abba"])
-@pytest.mark.parametrize("moved", ["ids", "a", "b", "slots", *_METADATA[1:], None])
+@pytest.mark.parametrize("moved", ["ids", "a", "b", "slots", *METADATA, None])
 def test_a_decode_batch_is_served_where_all_that_it_reads_lies_where_it_did(order: str, moved: Any) -> None:
     def call(moved: Any) -> tuple[dict[str, Any], Any]:
         starts = {group: buffers[group].clone() if moved == group else buffers[group] for group in "ab"}
-        fields = {name: buffers[name].clone() if moved == name else buffers[name] for name in _METADATA}
+        fields = {name: buffers[name].clone() if moved == name else buffers[name] for name in METADATA}
         groups = {g: types.SimpleNamespace(**fields | {"query_start_loc": starts[g]}) for g in "ab"}
         metadata = {str(layer): groups[group] for layer, group in enumerate(order)}
         ids, slots = (buffers[n].clone() if moved == n else buffers[n][:] for n in ("ids", "slots"))
         context = types.SimpleNamespace(attn_metadata=metadata, slot_mapping=dict.fromkeys(metadata, slots))
         return {"input_ids": ids, "inputs_embeds": None}, context
 
-    buffers = {name: torch.zeros(2) for name in ("ids", "slots", "a", "b", *_METADATA)}
+    buffers = {name: torch.zeros(2) for name in ("ids", "slots", "a", "b", *METADATA)}
     graph = types.SimpleNamespace(dropped=False)
     batch = DecodeBatch(*call(None), graph)
     assert batch.fits(*call(moved)) == (moved is None)
