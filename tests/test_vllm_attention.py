@@ -16,7 +16,7 @@ import vllm_doubles as doubles
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from vllm_attention_doubles import PAGE, WIDTH, FlashAttentionImpl
-from vllm_worker_doubles import FULL, config, worker
+from vllm_worker_doubles import FULL, config, registered, worker
 
 import piecewise_graph as pg
 from piecewise_graph.custom_ops.errors import AttentionError
@@ -28,9 +28,7 @@ DECODE = [(0, [8]), (1, [9]), (2, [10])]
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    doubles.install(monkeypatch)
-    monkeypatch.setenv("PIECEWISE_GRAPH_COMPILER", "eager")
-    plugin.register()
+    registered(monkeypatch)
 
 
 def attention() -> Any:

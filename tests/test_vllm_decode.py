@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import vllm_doubles as doubles
-from vllm_worker_doubles import GPUModelRunner, eagle, worker
+from vllm_worker_doubles import GPUModelRunner, eagle, registered, worker
 
 import piecewise_graph as pg
 from piecewise_graph.frontend import one_token
-from piecewise_graph.integrations import vllm as plugin
 from piecewise_graph.integrations.vllm_decode import DecodeBatch
 
 BATCH = [(0, [8]), (1, [9])]
@@ -21,9 +20,7 @@ METADATA = ("seq_lens", "block_table", "slot_mapping")  # beside query_start_loc
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    doubles.install(monkeypatch)
-    monkeypatch.setenv("PIECEWISE_GRAPH_COMPILER", "eager")
-    plugin.register()
+    registered(monkeypatch)
 
 
 @pytest.mark.parametrize("order", ["aabb", "abab", "abba"])

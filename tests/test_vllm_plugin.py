@@ -14,7 +14,7 @@ import pytest
 import torch
 import vllm_doubles as doubles
 from internals import replace_compile
-from vllm_worker_doubles import GPUModelRunner, Worker, config, eagle, started, worker
+from vllm_worker_doubles import GPUModelRunner, Worker, config, eagle, registered, started, worker
 
 import piecewise_graph as pg
 from piecewise_graph.integrations import vllm as plugin
@@ -31,9 +31,7 @@ BATCHES = [PREFILL, DECODE, DECODE, MIXED, [*DECODE, (2, [7])], LONG, MIXED, [(2
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    doubles.install(monkeypatch)
-    monkeypatch.setenv("PIECEWISE_GRAPH_COMPILER", "eager")
-    plugin.register()
+    registered(monkeypatch)
 
 
 def reference() -> Any:

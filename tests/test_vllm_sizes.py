@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import vllm_doubles as doubles
-from vllm_worker_doubles import config, worker
+from vllm_worker_doubles import config, registered, worker
 
 import piecewise_graph as pg
-from piecewise_graph.integrations import vllm as plugin, vllm_sizes
+from piecewise_graph.integrations import vllm_sizes
 from piecewise_graph.integrations.errors import IntegrationError
 from piecewise_graph.integrations.vllm_sizes import graph_sizes, prompt_sizes
 
@@ -19,10 +19,8 @@ UP_TO = vllm_sizes.SETTING
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    doubles.install(monkeypatch)
-    monkeypatch.setenv("PIECEWISE_GRAPH_COMPILER", "eager")
+    registered(monkeypatch)
     monkeypatch.setattr(vllm_sizes, "_FINE", 4)  # the doubles take 16 tokens at most
-    plugin.register()
 
 
 def test_sizes_of_speculative_decoding_are_multiples_of_its_step() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from vllm_attention_doubles import PAGE, WIDTH, Metadata
@@ -23,8 +24,11 @@ from vllm_doubles import (
     Model,
     SchedulerOutput,
     VllmConfig,
+    install,
     set_forward_context,
 )
+
+from piecewise_graph.integrations import vllm as plugin
 
 FULL, NONE = CUDAGraphMode.FULL, CUDAGraphMode.NONE
 
@@ -223,6 +227,13 @@ def started(make: type, config: VllmConfig) -> Any:
     worker.initialize_from_config(REQUESTS * LENGTH // PAGE)
     worker.compile_or_warm_up_model()
     return worker
+
+
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doubles stand in place of vLLM for one test, and the plugin is attached to them."""
+    install(monkeypatch)
+    monkeypatch.setenv("PIECEWISE_GRAPH_COMPILER", "eager")
+    plugin.register()
 
 
 def eagle() -> Any:

@@ -9,7 +9,7 @@ from piecewise_graph.kernels.early_reads import unwritten
 
 from .batch import AttentionBatch
 from .call import AttentionCall
-from .implementations import choose, serve
+from .implementations import compile_call, serve
 
 
 def attend_in_graph(
@@ -28,7 +28,8 @@ def attend_in_graph(
     """One attention call, as of `piecewise::attention`, of a graph that the caller captures.
 
     It may be called outside of the capture too. Keep `batch` as long as the graph: it holds the memory that
-    the kernels work in. What lies in its tensors may change between replays, and only there.
+    the kernels work in. What lies in its tensors may change between replays, and only there. No request may
+    have pages for old tokens that another one writes in the same batch, as a cached prefix could be.
 
     Args:
         q: `[rows, heads, head_dim]`, a row per slot of the batch.
@@ -66,6 +67,4 @@ def expect_graph_calls(
         for count in (heads, cache.kv_heads)
     )
     call = AttentionCall(q, k, k, q, 0, 1.0, window, softcap, implementation)
-    mode = choose(call, batch, captured=True)
-    if mode.compile_ahead is not None:
-        mode.compile_ahead(batch, mode.prepare(batch, call), call)
+    compile_call(call, batch, captured=True)

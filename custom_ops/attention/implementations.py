@@ -137,9 +137,18 @@ class _Expected:
             call = traits.example(batch.kv_cache.device)
             if call.traits is not traits:
                 return  # deterministic algorithms have been switched on or off since
-            mode = choose(call, batch, captured)
-            if mode.compile_ahead is not None:
-                mode.compile_ahead(batch, mode.prepare(batch, call), call)
+            compile_call(call, batch, captured)
+
+
+def compile_call(call: AttentionCall, batch: AttentionBatch, captured: bool) -> None:
+    """Have compiled, in other threads, what calls like this one will launch.
+
+    Raises:
+        AttentionError: as `choose` does.
+    """
+    mode = choose(call, batch, captured)
+    if mode.compile_ahead is not None:
+        mode.compile_ahead(batch, mode.prepare(batch, call), call)
 
 
 def _expected(kv_cache: PagedKVCache) -> _Expected:

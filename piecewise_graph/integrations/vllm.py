@@ -34,10 +34,11 @@ from typing import Any
 
 from piecewise_graph.integrations.errors import IntegrationError
 from piecewise_graph.integrations.stacks import VLLM
+from piecewise_graph.integrations.vllm_settings import settle
 from piecewise_graph.integrations.vllm_sizes import configure_prompts
 
 BACKEND = "piecewise"
-ATTENTION = "piecewise_attention"  # a setting in vLLM's `additional_config`, which is for plugins
+ATTENTION = "piecewise_attention"  # a setting (vllm_settings.py)
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
 OUR_WORKER = "piecewise_graph.integrations.vllm_worker.PiecewiseWorker"
 
@@ -161,7 +162,7 @@ def configure(config: Any) -> None:
     if compilation.cudagraph_mode is None:
         compilation.cudagraph_mode = VLLM.imported(_COMPILATION, "CUDAGraphMode.FULL_DECODE_ONLY")
     configure_prompts(config)
-    _configure_attention(config)
+    settle(config, ATTENTION, True, "give true or false.")
     custom_ops = VLLM.required(compilation, "custom_ops", "CompilationConfig")
     if not {"all", "none"} & set(custom_ops):
         custom_ops.append("none")
@@ -169,14 +170,6 @@ def configure(config: Any) -> None:
     for field in fields(priorities):
         if getattr(priorities, field.name) == []:
             setattr(priorities, field.name, ["native"])
-
-
-def _configure_attention(config: Any) -> None:
-    settings = VLLM.required(config, "additional_config", "VllmConfig")
-    if isinstance(settings, dict):
-        value = settings.setdefault(ATTENTION, True)
-        if type(value) is not bool:
-            raise IntegrationError.unsupported(f"{ATTENTION} = {value!r}", "give true or false.")
 
 
 def take_worker(config: Any) -> None:

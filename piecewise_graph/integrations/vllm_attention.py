@@ -133,11 +133,11 @@ class DecodeAttention:
         """Whether our kernel can. It is compiled ahead for smaller batches too: the largest come first."""
         options = _options(batch, impl)
         key = batch.kv_cache, impl.num_heads, batch.max_query_len, *options.values()
+        rows, sizes = batch.query_len, self.sizes if key not in self._expected else ()
+        smaller = (size for size in sizes if rows and size < batch.num_tokens and size % rows == 0)
         try:
-            expect_graph_calls(batch, impl.num_heads, **options)
-            for size in self.sizes if key not in self._expected else ():
-                if batch.query_len is not None and size < batch.num_tokens and size % batch.query_len == 0:
-                    expect_graph_calls(_first(batch, size), impl.num_heads, **options)
+            for each in (batch, *(_first(batch, size) for size in smaller)):
+                expect_graph_calls(each, impl.num_heads, **options)
         except PiecewiseError:
             return False
         self._expected.add(key)

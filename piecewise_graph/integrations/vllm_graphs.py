@@ -27,6 +27,7 @@ from piecewise_graph.integrations.vllm import ATTENTION
 from piecewise_graph.integrations.vllm_attention import DecodeAttention
 from piecewise_graph.integrations.vllm_logits import MOST_ROWS, ServedLogits
 from piecewise_graph.integrations.vllm_model import ServedModel
+from piecewise_graph.integrations.vllm_settings import setting
 from piecewise_graph.integrations.vllm_sizes import graph_sizes, prompt_sizes
 
 log = logging.getLogger("vllm.piecewise_graph")
@@ -67,7 +68,6 @@ class RunnerGraphs:
         self.models: list[ServedModel] = []
         self.logits: list[ServedLogits] = []
         self._inductor: dict[str, Any] = {}
-        self._serves_attention = False
         self.captured = False
         VLLM.required(runner, "profile_cudagraph_memory", "GPUModelRunner")
         self._capture_model = VLLM.required(runner, "capture_model", "GPUModelRunner")
@@ -90,8 +90,6 @@ class RunnerGraphs:
         most_rows = min(max(sizes, default=0), MOST_ROWS)  # of logits: prompts have one row each
         sizes += prompt_sizes(sizes, VLLM.required(runner, "vllm_config", "GPUModelRunner"), most)
         self._inductor = VLLM.required(compilation, "inductor_compile_config", "CompilationConfig")
-        settings = VLLM.required(runner, "vllm_config.additional_config", "GPUModelRunner")
-        self._serves_attention = isinstance(settings, dict) and bool(settings.get(ATTENTION))
         self.models, self.logits = [], []
         self._take(VLLM.required(runner, "model", "GPUModelRunner"), "target", sizes, most_rows)
         speculative = getattr(runner, "speculative_config", None)
@@ -108,7 +106,7 @@ class RunnerGraphs:
         The first arrive where vLLM has put its torch.compile of the module.
         """
         VLLM.required(module, "_compiled_call_impl", "torch.nn.Module")
-        attention = DecodeAttention(sizes) if self._serves_attention else None
+        attention = DecodeAttention(sizes) if setting(self.runner.vllm_config, ATTENTION) else None
         served = module._compiled_call_impl = ServedModel(module, part, sizes, self._inductor, attention)
         self.models.append(served)
         if sizes and hasattr(module, "compute_logits"):

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from piecewise_graph.integrations.errors import IntegrationError
 from piecewise_graph.integrations.stacks import VLLM
+from piecewise_graph.integrations.vllm_settings import setting, settle
 
-SETTING = "piecewise_prompt_tokens"  # in vLLM's `additional_config`, which is for plugins
+SETTING = "piecewise_prompt_tokens"
 # Narrow models have graphs of more tokens: a token of theirs is computed sooner, and takes less memory.
 _MOST_TOKENS, _MOST_ELEMENTS = 4096, 2048 * 4096  # of a step, and of its hidden states
 _USUAL_WIDTH = 4096  # of a model that does not tell its own
@@ -33,11 +33,8 @@ def configure_prompts(config: Any) -> None:
         VLLM.required(compilation, "cudagraph_capture_sizes", "CompilationConfig"),
         VLLM.required(compilation, "max_cudagraph_capture_size", "CompilationConfig"),
     )
-    settings = VLLM.required(config, "additional_config", "VllmConfig")
-    if isinstance(settings, dict):
-        value = settings.setdefault(SETTING, _default_tokens(config) if chosen == (None, None) else 0)
-        if type(value) is not int or value < 0:
-            raise IntegrationError.unsupported(f"{SETTING} = {value!r}", "give a number of tokens.")
+    usual = _default_tokens(config) if chosen == (None, None) else 0
+    settle(config, SETTING, usual, "give a number of tokens.")
 
 
 def _default_tokens(config: Any) -> int:
@@ -60,10 +57,9 @@ def prompt_sizes(sizes: Sequence[int], config: Any, most: int) -> list[int]:
         config: vLLM's, after `configure_prompts`.
         most: tokens of vLLM's longest step.
     """
-    settings = VLLM.required(config, "additional_config", "VllmConfig")
-    if not sizes or not isinstance(settings, dict):
+    if not sizes:
         return []
-    limit = min(settings.get(SETTING, 0), most)
+    limit = min(setting(config, SETTING) or 0, most)
     return [size for size in sorted({*_multiples(limit), limit}) if size > max(sizes)]
 
 

@@ -34,19 +34,14 @@ _METHODS = (
     "finish_weight_update",
     "shutdown",
 )
-_CONTEXT = (
-    "attn_metadata",
-    "batch_descriptor",
-    "cudagraph_runtime_mode",
-    "no_compile_layers",
-    "slot_mapping",
-)
 _OUTPUT = "vllm.v1.core.sched.output"
 _FIELDS = {
-    ("vllm.forward_context", "ForwardContext"): _CONTEXT,
+    ("vllm.forward_context", "ForwardContext"): (
+        "attn_metadata", "batch_descriptor", "cudagraph_runtime_mode", "no_compile_layers", "slot_mapping",
+    ),
     (_OUTPUT, "SchedulerOutput"): ("scheduled_new_reqs", "scheduled_cached_reqs"),
     (_OUTPUT, "CachedRequestData"): ("resumed_req_ids",),
-}
+}  # fmt: skip
 _ASLEEP = frozenset({"weights", "kv_cache"})
 
 
