@@ -28,9 +28,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench_vllm import LLAMA, NEW_TOKENS, PATIENCE, PROMPT, random_weights
+from benchmarks.bench_vllm import NEW_TOKENS, PATIENCE, PROMPT
 from benchmarks.common import RESULTS, Mark, table, without_out, write
 from benchmarks.vllm_engine import Engine, EngineError
+from benchmarks.vllm_models import LLAMA, random_weights
 from benchmarks.vllm_sides import SEVERAL_GPUS
 from piecewise_graph.bench.load import Load, arrivals
 

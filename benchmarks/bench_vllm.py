@@ -25,7 +25,7 @@ answers: 64 prompts of the repository's model in bf16, greedy. Sides: vLLM witho
 is listed.
 
 features: the same prompts with an fp8 KV cache, cached prefixes, chunked prefill, too few KV blocks (requests
-are preempted), and every second request aborted.
+are preempted), every second request aborted, the repository's EAGLE-1 and EAGLE-3 heads, and after a sleep.
 
 http: `vllm serve` as eager, v1 and with this backend, the engine in a process of its own, and a client that
 streams.
@@ -38,7 +38,6 @@ import itertools
 import json
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -48,9 +47,16 @@ from typing import Any, TypeVar
 from benchmarks import vllm_http
 from benchmarks.common import RESULTS, table, without_out, write
 from benchmarks.eagle_greedy import differences
-from benchmarks.eagle_pair import MODELS, prompts_of_all_lengths
-from benchmarks.llama import SHAPES
+from benchmarks.eagle_pair import prompts_of_all_lengths
 from benchmarks.vllm_engine import Engine, EngineError, Row
+from benchmarks.vllm_models import (
+    FEATURES,
+    LLAMA,
+    model_folder,
+    random_weights,
+    trained_model,
+    with_feature,
+)
 from benchmarks.vllm_report import marks_of, matrix
 from benchmarks.vllm_sides import OWN, SEVERAL_GPUS, SIDES, caches_of
 from piecewise_graph.bench.load import Load, arrivals
@@ -58,50 +64,12 @@ from piecewise_graph.bench.load import Load, arrivals
 Key = TypeVar("Key", bound=Hashable)  # of an engine
 PROMPT, NEW_TOKENS, WARM_UP = 128, 64, 2  # tokens, tokens, requests per user of a turn that is not counted
 PATIENCE = 300  # seconds until an engine is ready
-LLAMA: dict[str, Any] = {  # beside its sizes
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
-    "vocab_size": 128256, "num_key_value_heads": 8, "hidden_act": "silu",
-    "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 8192,
-    "bos_token_id": 128000, "eos_token_id": 128001,
-}  # fmt: skip
 EAGLE_SIDES = ("v1", "piecewise")
-FEATURES: dict[str, Row] = {
-    "fp8 KV cache": {"kv_cache_dtype": "fp8"},
-    "cached prefixes": {"enable_prefix_caching": True},
-    "chunked prefill": {"max_num_batched_tokens": 96},
-    "preemption": {"num_gpu_blocks_override": 160},
-    "abort": {},
-}
 WAYS = {  # of asking for answers, where it is not once
     "cached prefixes": ("answers", "answers"),  # the first time fills the cache
     "abort": ("answers_beside_aborted",),
+    "sleep": ("answers", "answers_after_sleep"),
 }
-
-
-def model_folder(name: str, **changes: Any) -> str:
-    """A folder with the configuration of a shape, which vLLM fills with random weights."""
-    folder = Path(tempfile.gettempdir()) / "bench_vllm_models" / "-".join([name, *map(str, changes.values())])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**LLAMA, **SHAPES[name].config, **changes}))
-    return str(folder)
-
-
-def random_weights(shape: str, sides: int) -> Row:
-    """Settings of vllm.LLM; so many engines share the GPU."""
-    return {
-        "model": model_folder(shape), "load_format": "dummy", "skip_tokenizer_init": True,
-        "dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 64, "enable_prefix_caching": False,
-        "seed": 0, "gpu_memory_utilization": 0.88 / sides,
-    }  # fmt: skip
-
-
-def trained_model() -> Row:
-    """Settings of vllm.LLM for the repository's model. Engines start side by side: memory is not measured."""
-    return {
-        "model": str(MODELS / "byte-llama"), "skip_tokenizer_init": True, "max_model_len": 1024, "seed": 0,
-        "max_num_seqs": 64, "enable_prefix_caching": False, "dtype": "bfloat16",
-        "gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 2**29,
-    }  # fmt: skip
 
 
 @contextmanager
@@ -217,7 +185,7 @@ def answers(options: argparse.Namespace) -> Iterator[Row]:
 
 def features(options: argparse.Namespace) -> Iterator[Row]:
     """Eager, v1 and this backend with one setting each; LoRA is refused before weights are loaded."""
-    wanted = {name: trained_model() | FEATURES[name] for name in options.features.split(",")}
+    wanted = {name: with_feature(name) for name in options.features.split(",")}
     for row in compared(wanted, ("eager", "v1", "piecewise"), options):
         yield {"part": "features", **row}
     with engines({"LoRA": ("piecewise", trained_model() | {"enable_lora": True})}) as (_, started):

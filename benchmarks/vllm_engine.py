@@ -285,6 +285,12 @@ class Served:
         gaps = [[_gap(each) for each in out.logprobs] for out in found]
         return {"tokens": [list(out.token_ids) for out in found], "gaps": gaps, **self._counts_since(before)}
 
+    def answers_after_sleep(self, prompts: Sequence[Prompt], new_tokens: int) -> Row:
+        """As `answers`, after the weights were on the host for a while and the KV cache was given up."""
+        self.llm.sleep(level=1)
+        self.llm.wake_up()
+        return self.answers(prompts, new_tokens)
+
     def answers_beside_aborted(self, prompts: Sequence[Prompt], new_tokens: int) -> Row:
         """As `answers`, without gaps, and every second request is aborted after some steps."""
         before, tokens = self._counts(), dict[str, list[int]]()

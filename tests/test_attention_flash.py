@@ -37,7 +37,8 @@ MORE = {
 }
 ALL = {**SHAPES, **MORE}
 UNABLE = {
-    "flashinfer": {"head_dim 80", "head_dim 96", "head_dim 256", "decode head_dim 256"},
+    "flashinfer": {"head_dim 80", "head_dim 96", "head_dim 256", "decode head_dim 256"}
+    | {name for name, shape in ALL.items() if shape.as_vllm},
     "flash_attn": {name for name, shape in ALL.items() if shape.tree},
 }
 

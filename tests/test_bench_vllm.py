@@ -63,7 +63,14 @@ class LLM:
             raise ValueError("LoRA adapters are not served")
         self.llm_engine, self.odd = Engine(), not enforce_eager and not compilation_config
 
+    def sleep(self, level):
+        self.llm_engine.worker.asleep = True
+
+    def wake_up(self):
+        self.llm_engine.worker.asleep = False
+
     def generate(self, prompts, params, use_tqdm):
+        assert not self.llm_engine.worker.asleep
         names = [f"generated {index}" for index in range(len(prompts))]
         for name, prompt in zip(names, prompts):
             self.llm_engine.add_request(name, prompt, params)
@@ -84,6 +91,7 @@ MODULES = {
     "vllm/v1/worker/gpu_worker.py": """
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 class Worker:
+    asleep = False
     def load_model(self): pass
     def determine_available_memory(self): pass
     def compile_or_warm_up_model(self): pass
@@ -144,14 +152,22 @@ def test_kernels_are_counted_per_step() -> None:
 
 def test_what_is_refused_or_fails_is_a_row(double: None, tmp_path: Path) -> None:
     benchmark, out = importlib.import_module("benchmarks.bench_vllm"), tmp_path / "out.json"
-    assert (
-        benchmark.main(["--parts", "features", "--features", "abort", "--prompts", "4", "--out", str(out)])
-        == 0
-    )
+    given = ["--parts", "features", "--features", "abort,sleep", "--prompts", "4"]
+    assert benchmark.main([*given, "--out", str(out)]) == 0
     *rows, refused = json.loads(out.read_text())["rows"]
     assert refused["feature"] == "LoRA" and "LoRA adapters are not served" in refused["refused"]
-    (aborted,) = [row for row in rows if (row["feature"], row["side"]) == ("abort", "piecewise")]
+    aborted, slept = [row for row in rows if row["side"] == "piecewise"]
     assert (aborted["prompts"], aborted["differ"]) == (2, 0)  # every second one was aborted
+    assert (slept["prompts"], slept["differ"]) == (4, 0)
+
+
+@pytest.mark.parametrize("name", ["EAGLE-1", "EAGLE-3"])
+def test_heads_have_architectures_that_vllm_knows(name: str) -> None:
+    settings = importlib.import_module("benchmarks.vllm_models").with_feature(name)["speculative_config"]
+    folder = Path(settings["model"])
+    (known,) = json.loads((folder / "config.json").read_text())["architectures"]
+    assert known == {"EAGLE-1": "LlamaForCausalLM", "EAGLE-3": "LlamaForCausalLMEagle3"}[name]
+    assert (folder / "model.safetensors").stat().st_size > 0
 
 
 def test_replays_above_the_largest_size_are_left_out() -> None:
