@@ -4,14 +4,16 @@
 
 A layer has four launches: q, k and v, the attention's output, gate and up, down. They run in turn over
 several layers in one captured graph, so each kernel starts while the one before it ends, and no weight is
-left in the cache. One of the four is given other blocks, or cuBLAS, at a time. Weights are random, in bf16.
-Sizes are those of public decoders; "llama-3-8b-half" is what one of two tensor-parallel ranks has. All layers
-have a SwiGLU, those of Gemma too, which itself has another activation.
+left in the cache. One of the four is given other blocks, or cuBLAS, at a time. cuBLAS has one launch for two
+weights of one shape where that is faster; with more than 128 rows a launch for each weight is tried too.
+Weights are random, in bf16. Sizes are those of public decoders; "llama-3-8b-half" is what one of two
+tensor-parallel ranks has. All layers have a SwiGLU, those of Gemma too, which itself has another activation.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -45,11 +47,12 @@ from piecewise_graph.kernels.linear.kernel_configs import (
     rings_of,
     usual_config,
 )
+from piecewise_graph.kernels.linear.library_products import by_library, time_pairs
 
 _PARTS = ("q k v", "o", "gate up", "down")
 _WEIGHTS = 2**30  # bytes of all layers at least: many times what the cache holds
 _FASTER = 1.03  # the usual blocks over the best ones, one launch changed
-_LIBRARY = "cuBLAS"
+_LIBRARY, _EACH = "cuBLAS", "cuBLAS, a launch each"
 # Rows of a block, columns of a step.
 _ONE_ROW = ((2, 1024), (4, 1024), (8, 1024), (2, 2048), (4, 2048), (8, 2048))
 
@@ -79,7 +82,8 @@ _SIZES = {
 }
 
 Layer = Mapping[str, list[Tensor]]
-Configs = Mapping[str, KernelConfig | None]  # None: cuBLAS
+Blocks = KernelConfig | str  # of a kernel of ours, or how cuBLAS is called
+Configs = Mapping[str, Blocks]
 
 
 def layers(config: Mapping[str, Any]) -> list[Layer]:
@@ -102,19 +106,20 @@ def layers(config: Mapping[str, Any]) -> list[Layer]:
     ]
 
 
-def usual(layer: Layer, tokens: int, processors: int, rings: bool) -> dict[str, KernelConfig | None]:
-    found = {}
+def usual(layer: Layer, tokens: int, processors: int, rings: bool) -> dict[str, Blocks]:
+    found: dict[str, Blocks] = {}
     for part in _PARTS:
         rows, columns = [len(weight) for weight in layer[part]], layer[part][0].shape[1]
-        found[part] = usual_config(
+        config = usual_config(
             tokens, rows, columns, gated=part == "gate up", processors=processors, rings=rings
         )
+        found[part] = config or _LIBRARY
     return found
 
 
-def others(tokens: int, rings: bool) -> Iterator[KernelConfig | None]:
-    """Blocks that are tried in the place of the usual ones; None is cuBLAS."""
-    yield None
+def others(tokens: int, rings: bool) -> Iterator[Blocks]:
+    """What is tried in the place of the usual ones."""
+    yield _LIBRARY
     if tokens == 1:
         yield from (KernelConfig(*block, 1, 4, 1) for block in _ONE_ROW)
         return
@@ -123,7 +128,8 @@ def others(tokens: int, rings: bool) -> Iterator[KernelConfig | None]:
         yield PLAIN
         return
     if tokens > MANY_TOKENS:
-        yield from dict.fromkeys((*IN_TILES[False], *IN_TILES[True]))
+        yield _EACH
+        yield from (IN_TILES, IN_TILES._replace(warps=8, tile=128), IN_TILES._replace(stages=4, tile=128))
         return
     forms = [KernelConfig(64, 128, 1, 4, 0), KernelConfig(128, 64, 1, 4, 0)]
     if tokens > MAX_TOKENS:
@@ -147,23 +153,25 @@ def step(x: Tensor, weights: list[Layer], configs: Configs) -> Tensor:
     for layer in weights:
         q = linears(x, layer["q k v"], configs["q k v"])[0]
         hidden = linears(q, layer["o"], configs["o"])[0]
-        config, pair = configs["gate up"], layer["gate up"]
-        if config is None:
-            wide = linear_launch.silu_times(*linears(hidden, pair, None))
+        blocks, pair = configs["gate up"], layer["gate up"]
+        if isinstance(blocks, KernelConfig):
+            wide = linear_launch.swiglu_few(hidden, pair, [None] * 2, blocks)
         else:
-            wide = linear_launch.swiglu_few(hidden, pair, [None] * 2, config)
+            wide = linear_launch.silu_times(*linears(hidden, pair, blocks))
         x = linears(wide, layer["down"], configs["down"])[0]
     return x
 
 
-def linears(x: Tensor, weights: list[Tensor], config: KernelConfig | None) -> list[Tensor]:
-    if config is None:
+def linears(x: Tensor, weights: list[Tensor], blocks: Blocks) -> list[Tensor]:
+    if isinstance(blocks, KernelConfig):
+        return linear_launch.linears_few(x, weights, [None] * len(weights), blocks)
+    if blocks == _EACH:
         return [functional.linear(x, weight) for weight in weights]
-    return linear_launch.linears_few(x, weights, [None] * len(weights), config)
+    return by_library(x, weights, [None] * len(weights))
 
 
-def named(config: KernelConfig | None) -> str:
-    return _LIBRARY if config is None else config.name
+def named(blocks: Blocks) -> str:
+    return blocks.name if isinstance(blocks, KernelConfig) else blocks
 
 
 def captured(x: Tensor, weights: list[Layer], configs: Configs) -> Callable[[], None]:
@@ -176,10 +184,11 @@ def captured(x: Tensor, weights: list[Layer], configs: Configs) -> Callable[[], 
     return graph.replay
 
 
-def compile_ahead(weights: Layer, tokens: int, given: list[KernelConfig | None]) -> None:
+def compile_ahead(weights: Layer, tokens: int, given: list[Blocks]) -> None:
     for part in _PARTS:
         like, form = weights[part][0], (False, part == "gate up")
-        for config in filter(None, given):
+        time_pairs(like, tokens, [len(weight) for weight in weights[part]], like.shape[1])
+        for config in [blocks for blocks in given if isinstance(blocks, KernelConfig)]:
             linear_launch.compile_ahead(config, like, tokens, like.shape[1], *form)
 
 
@@ -192,7 +201,9 @@ def bench(name: str, tokens: int, weights: list[Layer], rounds: int) -> list[dic
     compile_ahead(weights[0], tokens, [*known.values(), *tried])
     x = torch.randn(tokens, weights[0]["down"][0].shape[0], device="cuda", dtype=torch.bfloat16)
     choices = {("all", "usual"): known}
-    choices |= {(part, named(c)): {**known, part: c} for part in _PARTS for c in tried if c != known[part]}
+    for part, blocks in itertools.product(_PARTS, tried):
+        if blocks != known[part] and (blocks != _EACH or len(weights[0][part]) > 1):
+            choices[part, named(blocks)] = {**known, part: blocks}
     sides = {" | ".join(key): captured(x, weights, configs) for key, configs in choices.items()}
     times = alternate(sides, rounds=rounds, repeat=4)
     per_layer = 1e6 / len(weights)

@@ -54,11 +54,7 @@ PLAIN = KernelConfig(64, 128, 1, 4, 5)  # for up to MAX_TOKENS rows of x, where 
 # Blocks that serve any number of rows, each row alike, so that its sums have one order in all batches.
 # Source: H. He, "Defeating Nondeterminism in LLM Inference" (Thinking Machines, 2025).
 INVARIANT = PLAIN._replace(tile=MAX_TOKENS)
-# Of programs that each compute some rows of x, by whether the weights are of a SwiGLU; small tiles first.
-IN_TILES = {
-    False: (KernelConfig(128, 64, 1, 4, 5, tile=64), KernelConfig(128, 64, 1, 8, 5, tile=128)),
-    True: (KernelConfig(128, 64, 1, 4, 5, tile=64), KernelConfig(128, 64, 1, 4, 4, tile=128)),
-}
+IN_TILES = KernelConfig(128, 64, 1, 4, 5, tile=64)  # programs each compute some rows of x
 _ONE_ROW = [KernelConfig(n, k, 1, 4, 1) for k in (1024, 2048) for n in (1, 2, 4, 8)]
 _ONE_ROW += [KernelConfig(2, 512, 1, 4, 1), KernelConfig(1, 2048, 1, 8, 1)]
 _ONE_ROW += [KernelConfig(n, 512, 4, 4, 1) for n in (1, 4)]
@@ -131,7 +127,7 @@ def usual_config(
     if rings and 1 < tokens <= RING_TOKENS:
         return _of_ring(tokens, rows, columns, gated, processors)
     if tokens > MANY_TOKENS:
-        return _in_tiles(tokens, rows, columns, gated, processors) if len(rows) > 1 else None
+        return _in_tiles(tokens, rows, columns, processors) if len(rows) > 1 and not gated else None
     if tokens > MAX_TOKENS:
         return _of_many_tokens(sum(rows), columns, gated, processors) if len(rows) > 1 else None
     if gated and sum(rows) >= 32 * processors:
@@ -213,26 +209,24 @@ def _of_many_tokens(rows: int, columns: int, gated: bool, processors: int) -> Ke
     return KernelConfig(128, 64, 1, 4, 3 if paired else 5)
 
 
-def _in_tiles(
-    tokens: int, rows: Sequence[int], columns: int, gated: bool, processors: int
-) -> KernelConfig | None:
+def _in_tiles(tokens: int, rows: Sequence[int], columns: int, processors: int) -> KernelConfig | None:
     """Only where one launch replaces several, and all its programs run at once.
 
-    Measured with 256 and 512 rows of x on an H200. What cuBLAS launches for a narrow weight leaves most
-    multiprocessors idle; with two rounds of programs ours are slower. Smaller tiles are faster if they fit.
-    Few blocks of long rows are cuBLAS's, as with fewer rows of x.
+    Measured with 256 and 512 rows of x on an H200, beside cuBLAS with one launch for two small weights. With
+    two rounds of programs ours is slower, and so it is with larger tiles and for a SwiGLU. Few blocks of long
+    rows are cuBLAS's, as with fewer rows of x.
     """
-    for config in IN_TILES[gated]:
-        programs = _blocks(config, rows, gated) * -(-tokens // config.tile)
-        if programs <= processors:
-            return None if columns > 4096 and 2 * programs < processors else config
-    return None
+    programs = _blocks(IN_TILES, rows, False) * -(-tokens // IN_TILES.tile)
+    few = columns > 4096 and 2 * programs < processors
+    return None if few or programs > processors else IN_TILES
 
 
 def larger_sizes(rows: Sequence[int], *, gated: bool, processors: int = PROCESSORS) -> list[int]:
     """Rows of x above MANY_TOKENS: one number for each choice that `usual_config` makes for these weights."""
-    ends = [config.tile * (processors // max(_blocks(config, rows, gated), 1)) for config in IN_TILES[gated]]
-    return [*(end for end in ends if end > MANY_TOKENS), max(MANY_TOKENS, *ends) + 1]
+    if gated:
+        return [MANY_TOKENS + 1]
+    end = IN_TILES.tile * (processors // max(_blocks(IN_TILES, rows, gated), 1))
+    return [end, end + 1] if end > MANY_TOKENS else [MANY_TOKENS + 1]
 
 
 def _blocks(config: KernelConfig, rows: Sequence[int], gated: bool) -> int:

@@ -27,6 +27,7 @@ from piecewise_graph.kernels.linear.kernel_configs import (
     larger_sizes,
     usual_config,
 )
+from piecewise_graph.kernels.linear.library_products import are_plain, by_library, time_pairs
 
 _library = torch.library.Library("piecewise", "FRAGMENT")
 _library.define("linear_few(Tensor x, Tensor weight, Tensor? bias, int[] config) -> Tensor")
@@ -105,7 +106,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 def _linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     config = config_for(x, weights, biases)
     if config is None:
-        return [functional.linear(x, *operands) for operands in zip(weights, biases, strict=True)]
+        return by_library(x, weights, biases)
     return linear_launch.linears_few(x, weights, biases, config)
 
 
@@ -116,14 +117,9 @@ def config_for(
     columns = x.shape[-1] if x.dim() else 0
     if not serves(x) or not columns or not x.numel():  # the rest is looked at where it may be ours
         return None
-    rows = []
-    for weight, bias in zip(weights, biases, strict=True):
-        fits = weight.dtype == x.dtype and weight.shape[1:] == x.shape[-1:] and weight.is_contiguous()
-        if not fits or (bias is None) != (biases[0] is None):
-            return None
-        if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
-            return None
-        rows.append(weight.shape[0])
+    if not are_plain(x, weights, biases):
+        return None
+    rows = [len(weight) for weight in weights]
     return chosen(x, x.numel() // columns, rows, columns, gated)
 
 
@@ -143,7 +139,8 @@ def compile_ahead(
 ) -> None:
     """Have the kernels compiled in other threads that `linears`, or `swiglu`, will use for some sizes.
 
-    What any larger number of rows takes is always among them: prompts without a graph may have so many.
+    What any larger number of rows takes is always among them: prompts without a graph may have so many. Of
+    the library's products those are timed that one launch may be faster for.
 
     Args:
         like: a tensor of the dtype, and on the device, of all operands.
@@ -155,7 +152,9 @@ def compile_ahead(
         config = chosen(like, tokens, rows, columns, gated)
         if config is not None:
             linear_launch.compile_ahead(config, like, tokens, columns, has_bias, gated)
-        elif gated:
+        else:
+            time_pairs(like, tokens, rows, columns)
+        if config is None and gated:
             linear_launch.compile_silu_times_ahead(like)
 
 
@@ -198,7 +197,7 @@ def _swiglu(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Te
     config = config_for(x, weights, biases, gated=True) if gate.shape == up.shape else None
     if config is not None:
         return linear_launch.swiglu_few(x, weights, biases, config)
-    gate, up = (functional.linear(x, *operands) for operands in zip(weights, biases, strict=True))
+    gate, up = by_library(x, weights, biases)
     served = kernels_serve(gate) and gate.dtype in DTYPES and gate.numel() < 2**31
     if gate.shape != up.shape or not served:
         return functional.silu(gate) * up

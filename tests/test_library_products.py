@@ -1,0 +1,141 @@
+"""Linears of one input that the library computes: two small ones of one shape are one launch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from interpreter import assert_passes_interpreted, needs_kernels, starts_the_interpreter
+from linear_operands import DTYPES, EXAMPLES, TOLERANCE
+from torch import Tensor
+from torch.nn import functional
+from torch.profiler import profile
+
+from piecewise_graph.kernels.launch import multiprocessors
+from piecewise_graph.kernels.linear import compile_ahead, library_products, linears, swiglu
+
+COLUMNS, TILE = 64, 128  # too few columns for a kernel of ours
+
+
+@pytest.mark.slow
+@starts_the_interpreter
+def test_kernels_in_the_interpreter() -> None:
+    assert_passes_interpreted(__file__)
+
+
+def weight(rows: int, like: Tensor) -> Tensor:
+    return torch.randn(rows, like.shape[-1], device=like.device).to(like.dtype) / 8
+
+
+def most_rows(tokens: int, device: torch.device) -> int:
+    """Of a weight whose product with so many tokens has a tile for each multiprocessor at most."""
+    return multiprocessors(device) // -(-tokens // TILE) * TILE
+
+
+def expected(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    return functional.linear(x.double(), w.double(), None if bias is None else bias.double())
+
+
+def launches(x: Tensor, weights: list[Tensor], biases: list[Tensor | None] | None = None) -> tuple[int, int]:
+    """Products of one weight, and of two; the results are right."""
+    biases = [None] * len(weights) if biases is None else biases
+    with profile() as taken:
+        found = linears(x, weights, biases)
+    for each, w, bias in zip(found, weights, biases, strict=True):
+        wanted = expected(x, w, bias)
+        assert (each.double() - wanted).norm() <= TOLERANCE[x.dtype] * wanted.norm()
+        assert each.is_contiguous() and each.shape == wanted.shape
+    counts = {event.key: event.count for event in taken.key_averages()}
+    return counts.get("aten::linear", 0), counts.get("aten::baddbmm_", 0)
+
+
+class TestPairs:
+    pytestmark = needs_kernels
+
+    @EXAMPLES
+    @given(st.integers(1, 2), st.integers(1, 80), st.sampled_from(DTYPES), st.permutations(range(3)))
+    def test_two_of_one_shape_are_one_launch_wherever_they_lie(
+        self, device: torch.device, leading: int, tokens: int, dtype: torch.dtype, order: list[int]
+    ) -> None:
+        x = torch.randn(leading, tokens, COLUMNS, device=device).to(dtype)
+        rows = most_rows(leading * tokens, device)
+        made = [weight(rows, x) for _ in range(3)]  # at three addresses
+        first, second, _ = (made[index] for index in order)
+        vectors = [weight(1, x.new_empty(1, len(each)))[0] for each in (first, second)]
+        assert launches(x, [weight(rows + 1, x), first, second], [None, *vectors]) == (1, 1)
+        assert launches(x, [first, second, weight(rows + 1, x)]) == (1, 1)
+
+    def test_more_weights_are_paired_in_turn(self, device: torch.device) -> None:
+        x = torch.randn(5, COLUMNS, device=device).to(DTYPES[0])
+        weights = [weight(rows, x) for rows in (32, 32, 32, 48, 48, 32)]
+        assert launches(x, weights) == (2, 2)
+        assert launches(x, [weights[0], weights[0]]) == (0, 1)  # both lie at one address
+
+    def test_what_is_not_paired(self, device: torch.device) -> None:
+        x = torch.randn(5, COLUMNS, device=device).to(DTYPES[0])
+        some, bias, rows = [weight(32, x) for _ in range(2)], weight(1, x)[0, :32], most_rows(5, device)
+        assert launches(x, some, [bias[:1], bias[:1]]) == (2, 0)
+        assert launches(x, some, [None, bias]) == (2, 0)
+        assert launches(x, [some[0], weight(33, x)]) == (2, 0)
+        assert launches(x, [some[0], weight(32, x.repeat(1, 2))[:, ::2]]) == (2, 0)
+        assert launches(x, [weight(rows + 1, x) for _ in range(2)]) == (2, 0)  # each alone is enough work
+        assert launches(x[:0], some) == (2, 0)
+
+    def test_gate_and_up_are_one_launch(self, device: torch.device) -> None:
+        x = torch.randn(7, COLUMNS, device=device).to(DTYPES[0])
+        gate, up = weight(48, x), weight(48, x)
+        with profile() as taken:
+            found = swiglu(x, [gate, up], [None, None])
+        assert sum(event.count for event in taken.key_averages() if event.key == "aten::baddbmm_") == 1
+        wanted = functional.silu(expected(x, gate)) * expected(x, up)
+        assert (found.double() - wanted).norm() <= TOLERANCE[x.dtype] * wanted.norm()
+
+    @pytest.mark.parametrize("gain, expected", [(0.97, (0, 1)), (0.98, (2, 0)), (None, (2, 0))])
+    def test_larger_ones_are_one_launch_where_that_was_faster(
+        self, device: torch.device, monkeypatch: pytest.MonkeyPatch, gain: float | None,
+        expected: tuple[int, int],
+    ) -> None:  # fmt: skip
+        tokens = 3 * TILE
+        x = torch.randn(tokens, COLUMNS, device=device).to(DTYPES[0])
+        rows = most_rows(tokens, device) + 1
+        seconds = iter([] if gain is None else [gain, 1.0])
+        monkeypatch.setattr(library_products, "_timed", {})
+        monkeypatch.setattr(library_products, "_seconds", lambda work, device: next(seconds))
+        if gain is not None:  # timed once, whatever asks for it again
+            drawn = torch.random.get_rng_state()
+            for _ in range(2):
+                compile_ahead(x, [tokens, 5], [rows, rows], COLUMNS, has_bias=False, gated=False)
+            assert torch.equal(drawn, torch.random.get_rng_state())
+        assert launches(x, [weight(rows, x) for _ in range(2)]) == expected
+        assert launches(x[:-1], [weight(rows, x) for _ in range(2)]) == (2, 0)  # of another number of rows
+
+    def test_a_choice_by_the_clock_is_right(self, device: torch.device) -> None:
+        x = torch.randn(2 * TILE + 1, COLUMNS, device=device).to(DTYPES[0])
+        rows = most_rows(len(x), device) + TILE
+        compile_ahead(x, [len(x)], [rows, rows], COLUMNS, has_bias=False, gated=True)
+        assert sum(launches(x, [weight(rows, x) for _ in range(2)])) in (1, 2)
+
+    def test_operands_that_do_not_fit_are_refused_as_by_torch(self, device: torch.device) -> None:
+        x = torch.randn(5, COLUMNS, device=device).to(DTYPES[0])
+        wrong = weight(32, x.repeat(1, 2))
+        with pytest.raises(RuntimeError, match="shapes"):
+            linears(x, [wrong, wrong], [None, None])
+
+
+@pytest.mark.gpu
+def test_a_captured_pair_reads_what_lies_there_at_replay() -> None:
+    x = torch.randn(200, COLUMNS, device="cuda", dtype=torch.bfloat16)
+    weights = [weight(rows, x) for rows in (512, 128, 128)]
+    linears(x, weights, [None] * 3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = linears(x, weights, [None] * 3)
+    for each in (x, *weights):
+        each.copy_(torch.randn_like(each) / 8)
+    with profile() as taken:
+        graph.replay()
+        torch.cuda.synchronize()
+    for each, w in zip(found, weights, strict=True):
+        torch.testing.assert_close(each.double(), expected(x, w), rtol=2e-2, atol=2e-2)
+    kernels = [event for event in taken.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 2, [event.name for event in kernels]
