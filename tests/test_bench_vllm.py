@@ -206,6 +206,7 @@ def test_the_marks_of_our_engine() -> None:
     [
         "bench_vllm",
         "bench_vllm_answers_h200",
+        "bench_vllm_features_h200",
         "bench_vllm_load_1b",
         "bench_vllm_load_1b_h200",
         "bench_vllm_load_1b_h200_lengths",
