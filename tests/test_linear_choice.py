@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from piecewise_graph.compiler import linear_choice
+from piecewise_graph.kernels.linear import tuning
 
 
 def weight_of(rows: int, columns: int) -> torch.Tensor:
@@ -45,6 +48,25 @@ class TestMeasuring:
 
 def test_nothing_is_measured_on_a_cpu() -> None:
     assert linear_choice.choose(1, torch.zeros(4, 4), None, None) is None
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+def test_kernels_are_compiled_side_by_side_before_one_is_timed(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(tuning, "compile_ahead", lambda config, *rest, gated: begun.append(config.name))
+    monkeypatch.setattr(tuning, "_copies", lambda weight: [weight])
+    x, weight = (torch.zeros(rows, 4096, dtype=torch.bfloat16) for rows in (tokens, 512))
+    at_first_timing: list[list[str]] = []
+
+    def timed(call: Callable[[], object], turns: int, weights: Sequence[Tensor]) -> float:
+        at_first_timing.append(list(begun))
+        return 1.0
+
+    times = tuning.fastest(x, weight, None, None, timed)
+    assert sorted(times) == sorted({"library", *begun}) and len(begun) == len(set(begun)) > 5
+    assert at_first_timing[0] == begun
 
 
 def test_handicaps_decide_close_calls_only() -> None:

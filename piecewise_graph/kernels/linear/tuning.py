@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from piecewise_graph.kernels.linear.kernel_configs import candidates
-from piecewise_graph.kernels.linear.linear_launch import has_rings
+from piecewise_graph.kernels.linear.linear_launch import compile_ahead, has_rings
 from piecewise_graph.kernels.linear.linear_op import DTYPES, linear_few
 
 _CALLS = 12
@@ -37,6 +37,8 @@ def fastest(
 ) -> dict[str, float]:
     """Microseconds of each way to compute `functional.linear(x, weight, bias)`.
 
+    Kernels are compiled side by side and timed one at a time.
+
     Args:
         x: `[tokens, columns]` on a GPU; weight: `[rows, columns]`, contiguous; bias: `[rows]` or None.
         generated: makes the linear that the compiler generates; None where it generates none.
@@ -54,15 +56,17 @@ def fastest(
             return float("inf")
         return took / len(weights)
 
+    takes = x.dtype in DTYPES and weight.is_contiguous()
+    (tokens, columns), rings = x.shape, has_rings(x.device)
+    known = candidates(tokens, *weight.shape, rings=rings) if takes else []
+    for config in known:
+        compile_ahead(config, x, tokens, columns, bias is not None, gated=False)
     weights = _copies(weight)
     turns = max(-(-_CALLS // len(weights)), 1)
     times = {"library": time(functional.linear)}
     if generated is not None:
         times["generated"] = time(generated())
-    takes = x.dtype in DTYPES and weight.is_contiguous()
-    known = candidates(x.shape[0], *weight.shape, rings=has_rings(x.device)) if takes else []
-    configs = {config.name: config for config in known}
-    times |= {name: time(partial(linear_few, config=config)) for name, config in configs.items()}
+    times |= {config.name: time(partial(linear_few, config=config)) for config in known}
     return times
 
 
