@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.profiler import profile
 
 from piecewise_graph.kernels.launch import multiprocessors
-from piecewise_graph.kernels.linear import compile_ahead, library_products, linears, swiglu
+from piecewise_graph.kernels.linear import compile_ahead, library_products, linear_op, linears, swiglu
 
 COLUMNS, TILE = 64, 128  # too few columns for a kernel of ours
 
@@ -52,6 +52,21 @@ def launches(x: Tensor, weights: list[Tensor], biases: list[Tensor | None] | Non
 class TestPairs:
     pytestmark = needs_kernels
 
+    @pytest.fixture
+    def timing(self, monkeypatch: pytest.MonkeyPatch) -> list[float | Exception]:
+        """What timings are going to find: the time of one launch, where two take 1.0."""
+        found: list[float | Exception] = []
+
+        def seconds(works: object, device: torch.device) -> list[float]:
+            gain = found.pop(0)
+            if isinstance(gain, Exception):
+                raise gain
+            return [gain, 1.0]
+
+        monkeypatch.setattr(library_products, "_timed", {})
+        monkeypatch.setattr(library_products, "_seconds", seconds)
+        return found
+
     @EXAMPLES
     @given(st.integers(1, 2), st.integers(1, 80), st.sampled_from(DTYPES), st.permutations(range(3)))
     def test_two_of_one_shape_are_one_launch_wherever_they_lie(
@@ -90,24 +105,47 @@ class TestPairs:
         wanted = functional.silu(expected(x, gate)) * expected(x, up)
         assert (found.double() - wanted).norm() <= TOLERANCE[x.dtype] * wanted.norm()
 
-    @pytest.mark.parametrize("gain, expected", [(0.97, (0, 1)), (0.98, (2, 0)), (None, (2, 0))])
+    @pytest.mark.parametrize("gated", [False, True])
+    @pytest.mark.parametrize("gain, pairs", [(0.97, 1), (0.98, 0), (None, 0)])
     def test_larger_ones_are_one_launch_where_that_was_faster(
-        self, device: torch.device, monkeypatch: pytest.MonkeyPatch, gain: float | None,
-        expected: tuple[int, int],
+        self, device: torch.device, timing: list[float | Exception], gain: float | None, pairs: int,
+        gated: bool,
     ) -> None:  # fmt: skip
         tokens = 3 * TILE
-        x = torch.randn(tokens, COLUMNS, device=device).to(DTYPES[0])
+        x = torch.randn(2, tokens // 2, COLUMNS, device=device).to(DTYPES[0])
         rows = most_rows(tokens, device) + 1
-        seconds = iter([] if gain is None else [gain, 1.0])
-        monkeypatch.setattr(library_products, "_timed", {})
-        monkeypatch.setattr(library_products, "_seconds", lambda work, device: next(seconds))
         if gain is not None:  # timed once, whatever asks for it again
+            timing.append(gain)
             drawn = torch.random.get_rng_state()
             for _ in range(2):
-                compile_ahead(x, [tokens, 5], [rows, rows], COLUMNS, has_bias=False, gated=False)
+                before = [] if gated else [rows + 1]
+                compile_ahead(x, [tokens, 5], [*before, rows, rows], COLUMNS, has_bias=False, gated=gated)
             assert torch.equal(drawn, torch.random.get_rng_state())
-        assert launches(x, [weight(rows, x) for _ in range(2)]) == expected
-        assert launches(x[:-1], [weight(rows, x) for _ in range(2)]) == (2, 0)  # of another number of rows
+        made = [weight(rows, x) for _ in range(2)]
+        assert launches(x, made) == (2 - 2 * pairs, pairs)
+        assert launches(x[:, :-1], made) == (2, 0)  # of another number of rows
+
+    @pytest.mark.parametrize("why", ["memory", "deterministic", "no NumPy"])
+    def test_why_two_launches_stay(
+        self, device: torch.device, monkeypatch: pytest.MonkeyPatch, timing: list[float | Exception], why: str
+    ) -> None:
+        x = torch.randn(3 * TILE, COLUMNS, device=device).to(DTYPES[0])
+        rows = most_rows(len(x), device) + 1
+        monkeypatch.setattr(linear_op, "serves", lambda like: False)  # as on a GPU before Hopper
+        timing.append(torch.OutOfMemoryError() if why == "memory" else 0.5)
+        compile_ahead(x, [len(x)], [rows, rows], COLUMNS, has_bias=False, gated=False)
+        made = [weight(rows, x) for _ in range(2)]
+        if why == "deterministic":
+            assert launches(x, made) == (0, 1)
+            torch.use_deterministic_algorithms(True)
+        elif why == "no NumPy":
+            monkeypatch.setattr(library_products, "_has_numpy", lambda: False)
+        try:
+            assert launches(x, made) == (2, 0)
+            if why != "memory":  # nothing is timed
+                compile_ahead(x, [len(x) + 1], [rows, rows], COLUMNS, has_bias=False, gated=False)
+        finally:
+            torch.use_deterministic_algorithms(False)
 
     def test_a_choice_by_the_clock_is_right(self, device: torch.device) -> None:
         x = torch.randn(2 * TILE + 1, COLUMNS, device=device).to(DTYPES[0])
@@ -120,6 +158,13 @@ class TestPairs:
         wrong = weight(32, x.repeat(1, 2))
         with pytest.raises(RuntimeError, match="shapes"):
             linears(x, [wrong, wrong], [None, None])
+        fits, bias = weight(32, x), torch.zeros(32, device=device)
+        with pytest.raises(RuntimeError, match="dtype"):
+            linears(x, [fits, fits], [bias, bias])
+        with pytest.raises(ValueError, match="zip"):
+            linears(x, [fits, fits], [None])
+        with pytest.raises(RuntimeError):
+            linears(x[0, 0], [fits[:, 0], fits[:, 0]], [None, None])
 
 
 @pytest.mark.gpu

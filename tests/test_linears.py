@@ -127,6 +127,7 @@ class TestChoosing:
         """Columns that are not aligned; at many rows of x, few rows of a weight that are long; one weight."""
         given = ((4, [4096], 1000), (1, [4096], 4104), (4, [4096], 112), (4, [496], 512), (33, [2048], 4096))
         given += ((65, [4096], 512), (65, [8192, 8768], 512), (129, [4096], 512), (65, [1024, 256], 8192))
+        given += ((129, [1024, 256], 8192),)
         assert all(usual_config(tokens, rows, columns) is None for tokens, rows, columns in given)
         assert usual_config(129, [256, 256], 528) and not usual_config(129, [256, 256], 528, gated=True)
         assert usual_config(33, [2048], 4080) and usual_config(32, [2048], 4096)

@@ -6,9 +6,10 @@ handed over as one tensor whose first stride is the distance between them, and t
 tensor is made of an address; it owns no memory, and does not outlive the call.
 
 Note [One launch or two]
-Where one product leaves multiprocessors idle, one launch for two is faster (bench_linears_prompts). With more
-work it is between 0.84 and 1.5 times as fast, by which kernels the library picks for one and for two. So it
-is timed then, when code is compiled and the sizes of its graphs are known. Never timed, two launches stay.
+Where all programs of one product run at once, one launch for two is faster (bench_linears_prompts). With more
+work it takes 0.84 to 1.5 times as long, by which kernels the library picks for one and for two. So it is
+timed then, when code is compiled and the sizes of its graphs are known. Never timed, or under
+`torch.use_deterministic_algorithms`, two launches stay.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -46,12 +48,22 @@ class _Case(NamedTuple):
     rows: int
     columns: int
 
-    def leaves_idle(self) -> bool:
-        """One of them alone has no program for each multiprocessor."""
+    def fits_one_round(self) -> bool:
+        """One of them alone has one program for each multiprocessor at most."""
         return -(-self.tokens // _TILE) * -(-self.rows // _TILE) <= multiprocessors(self.device)
 
 
 _timed: dict[_Case, bool] = {}  # in this process: one launch is faster
+
+
+@cache
+def _has_numpy() -> bool:
+    """Torch makes tensors of addresses with it."""
+    try:
+        torch.zeros(1, device="cpu").numpy()
+    except RuntimeError:
+        return False
+    return True
 
 
 def by_library(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
@@ -59,25 +71,29 @@ def by_library(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | N
 
     Neighbours of one shape are one launch where that is faster (Note [One launch or two]).
     """
-    found: list[Tensor] = []
-    while len(found) < len(weights):
+    operands, found = list(zip(weights, biases, strict=True)), list[Tensor]()
+    while len(found) < len(operands):
         pair = slice(len(found), len(found) + 2)
         if _are_one_launch(x, weights[pair], biases[pair]):
             found += _both(x, weights[pair], biases[pair])
         else:
-            found.append(functional.linear(x, weights[pair.start], biases[pair.start]))
+            found.append(functional.linear(x, *operands[pair.start]))
     return found
 
 
 def are_plain(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
     """Weights `[rows, columns]` and biases `[rows]`, or none, that lie as kernels read them."""
     for weight, bias in zip(weights, biases, strict=True):
-        fits = weight.dtype == x.dtype and weight.shape[1:] == x.shape[-1:] and weight.is_contiguous()
+        fits = weight.shape[1:] == x.shape[-1:] and weight.is_contiguous()
         if not fits or (bias is None) != (biases[0] is None):
             return False
-        if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
+        if bias is not None and bias.shape != weight.shape[:1]:
             return False
-    return True
+        if any(
+            (each.dtype, each.device) != (x.dtype, x.device) for each in (weight, bias) if each is not None
+        ):
+            return False
+    return x.dim() > 0
 
 
 def time_pairs(like: Tensor, tokens: int, rows: Sequence[int], columns: int) -> None:
@@ -89,11 +105,22 @@ def time_pairs(like: Tensor, tokens: int, rows: Sequence[int], columns: int) -> 
         like: a tensor of the dtype, and on the device, of all operands.
         rows: of each weight. columns: of all.
     """
+    if not _reads_addresses(like) or torch.are_deterministic_algorithms_enabled():
+        return
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
     for one, other in itertools.pairwise(rows):
         case = _Case(like.device, like.dtype, tokens, one, columns)
-        if one == other and kernels_serve(like) and case not in _timed and not case.leaves_idle():
-            with suppress(torch.OutOfMemoryError):  # two launches stay
+        if one == other and case not in _timed and not case.fits_one_round():
+            with suppress(RuntimeError):  # for want of memory: two launches stay
                 _timed[case] = _one_launch_is_faster(case)
+
+
+def _reads_addresses(x: Tensor) -> bool:
+    """TunableOp copies what lies between two matrices."""
+    if x.is_cuda and torch.cuda.tunable.is_enabled():
+        return False
+    return kernels_serve(x) and x.is_floating_point() and x.element_size() == 2 and _has_numpy()
 
 
 def _one_launch_is_faster(case: _Case) -> bool:
@@ -108,35 +135,40 @@ def _one_launch_is_faster(case: _Case) -> bool:
         for weight, result in zip(weights, out, strict=True):
             torch.mm(x[0], weight.T, out=result)
 
-    together = _seconds(lambda: torch.bmm(x.expand(2, -1, -1), weights.mT, out=out), device)
-    return together <= _GAIN * _seconds(apart, device)
+    def together() -> None:
+        torch.bmm(x.expand(2, -1, -1), weights.mT, out=out)
+
+    one, two = _seconds((together, apart), device)
+    return one <= _GAIN * two
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The least that some calls took."""
+def _seconds(works: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
+    """The least that some calls of each took. They take turns, because clocks change."""
 
     def wait() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    work()
-    least = float("inf")
-    for _ in range(_ROUNDS):
+    def once(work: Callable[[], None]) -> float:
         began = wait()
         for _ in range(_REPEATS):
             work()
-        least = min(least, wait() - began)
-    return least
+        return wait() - began
+
+    rounds = [[once(work) for work in works] for _ in range(_ROUNDS + 1)]
+    return [min(times) for times in zip(*rounds[1:], strict=True)]  # the first one loads kernels
 
 
 def _are_one_launch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
     if len(weights) != 2 or weights[0].shape != weights[1].shape or not weights[0].numel() or not x.numel():
         return False
-    if not kernels_serve(x) or not are_plain(x, weights, biases):
+    if not _reads_addresses(x) or not are_plain(x, weights, biases):
         return False
     case = _Case(x.device, x.dtype, x.numel() // x.shape[-1], *weights[0].shape)
-    return case.leaves_idle() or _timed.get(case, False)
+    return case.fits_one_round() or (
+        _timed.get(case, False) and not torch.are_deterministic_algorithms_enabled()
+    )
 
 
 def _both(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:

@@ -139,23 +139,24 @@ def compile_ahead(
 ) -> None:
     """Have the kernels compiled in other threads that `linears`, or `swiglu`, will use for some sizes.
 
-    What any larger number of rows takes is always among them: prompts without a graph may have so many. Of
-    the library's products those are timed that one launch may be faster for.
+    What any larger number of rows takes is always among them: prompts without a graph may have so many.
+    Meanwhile products of the library are timed here (Note [One launch or two] in library_products.py).
 
     Args:
         like: a tensor of the dtype, and on the device, of all operands.
         sizes: rows of x.
         rows: of each weight. columns: of all.
     """
-    larger = larger_sizes(rows, gated=gated, processors=multiprocessors(like.device))
-    for tokens in {*filter(None, sizes), *larger}:
+    asked = set(filter(None, sizes))
+    for tokens in asked.union(larger_sizes(rows, gated=gated, processors=multiprocessors(like.device))):
         config = chosen(like, tokens, rows, columns, gated)
         if config is not None:
             linear_launch.compile_ahead(config, like, tokens, columns, has_bias, gated)
-        else:
-            time_pairs(like, tokens, rows, columns)
-        if config is None and gated:
+            continue
+        if gated:
             linear_launch.compile_silu_times_ahead(like)
+        if tokens in asked:
+            time_pairs(like, tokens, rows, columns)
 
 
 def serves(x: Tensor) -> bool:
