@@ -76,9 +76,10 @@ class TestPairs:
         rows = most_rows(leading * tokens, device)
         made = [weight(rows, x) for _ in range(3)]  # at three addresses
         first, second, _ = (made[index] for index in order)
-        vectors = [weight(1, x.new_empty(1, len(each)))[0] for each in (first, second)]
-        assert launches(x, [weight(rows + 1, x), first, second], [None, *vectors]) == (1, 1)
-        assert launches(x, [first, second, weight(rows + 1, x)]) == (1, 1)
+        assert launches(x, [weight(rows + 1, x), first, second]) == (1, 1)
+        few = TILE if leading * tokens <= TILE else 0
+        vectors = [weight(1, x.new_empty(1, few))[0] for _ in range(2)]
+        assert launches(x, [first[:few], second[:few]], [*vectors]) == ((0, 1) if few else (2, 0))
 
     def test_more_weights_are_paired_in_turn(self, device: torch.device) -> None:
         x = torch.randn(5, COLUMNS, device=device).to(DTYPES[0])
@@ -91,6 +92,8 @@ class TestPairs:
         some, bias, rows = [weight(32, x) for _ in range(2)], weight(1, x)[0, :32], most_rows(5, device)
         assert launches(x, some, [bias[:1], bias[:1]]) == (2, 0)
         assert launches(x, some, [None, bias]) == (2, 0)
+        more = [weight(TILE + multiprocessors(device) // 5 * TILE, x) for _ in range(2)]
+        assert launches(x, more, [weight(1, more[0].T)[0]] * 2) == (2, 0) and launches(x, more) == (0, 1)
         assert launches(x, [some[0], weight(33, x)]) == (2, 0)
         assert launches(x, [some[0], weight(32, x.repeat(1, 2))[:, ::2]]) == (2, 0)
         assert launches(x, [weight(rows + 1, x) for _ in range(2)]) == (2, 0)  # each alone is enough work
