@@ -13,6 +13,7 @@ from torch.profiler import profile
 
 from piecewise_graph.kernels.launch import multiprocessors
 from piecewise_graph.kernels.linear import compile_ahead, library_products, linear_op, linears, swiglu
+from piecewise_graph.kernels.linear.kernel_configs import MANY_TOKENS, larger_sizes
 
 COLUMNS, TILE = 64, 128  # too few columns for a kernel of ours
 
@@ -125,7 +126,7 @@ class TestPairs:
                 compile_ahead(x, [tokens, 5], [*before, rows, rows], COLUMNS, has_bias=False, gated=gated)
             assert torch.equal(drawn, torch.random.get_rng_state())
         made = [weight(rows, x) for _ in range(2)]
-        assert launches(x, made) == (2 - 2 * pairs, pairs)
+        assert not timing and launches(x, made) == (2 - 2 * pairs, pairs)
         assert launches(x[:, :-1], made) == (2, 0)  # of another number of rows
 
     @pytest.mark.parametrize("why", ["memory", "deterministic", "no NumPy"])
@@ -150,6 +151,13 @@ class TestPairs:
         finally:
             torch.use_deterministic_algorithms(False)
 
+    def test_nothing_but_sizes_of_graphs_is_timed(
+        self, device: torch.device, timing: list[float | Exception]
+    ) -> None:
+        x, rows = weight(1, torch.empty(1, COLUMNS, dtype=DTYPES[0], device=device)), most_rows(1, device)
+        compile_ahead(x, [0, 5, TILE], [rows, rows], COLUMNS, has_bias=False, gated=True)  # small ones
+        assert MANY_TOKENS + 1 in larger_sizes([rows, rows], gated=True)  # which would not be small
+
     def test_a_choice_by_the_clock_is_right(self, device: torch.device) -> None:
         x = torch.randn(2 * TILE + 1, COLUMNS, device=device).to(DTYPES[0])
         rows = most_rows(len(x), device) + TILE
@@ -167,7 +175,7 @@ class TestPairs:
         with pytest.raises(ValueError, match="zip"):
             linears(x, [fits, fits], [None])
         with pytest.raises(RuntimeError):
-            linears(x[0, 0], [fits[:, 0], fits[:, 0]], [None, None])
+            linears(x[0, 0], [fits[:, 0].contiguous()] * 2, [None, None])
 
 
 @pytest.mark.gpu
