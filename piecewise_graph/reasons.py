@@ -28,7 +28,7 @@ REMEDIES = {
     "cuda_graphs_off": "compile with cuda_graphs='auto'",
     "data_dependent": "keep .item() and branches on values outside of the model, or in a splitting op",
     "data_dependent_size": "keep nonzero() and boolean masks outside of the model, or in a splitting op",
-    "generate_not_compiled": "leave cache_implementation out; no step of beams or drafts is compiled",
+    "generate_not_compiled": "ask for tokens alone, without beams or a draft; leave cache_implementation out",
     "grad_enabled": "call it under torch.no_grad() or torch.inference_mode()",
     "grad_enabled_inside": "remove torch.enable_grad() from the model's forward",
     "lazy_conjugate": "call resolve_conj() or resolve_neg() on it",
