@@ -16,6 +16,7 @@ from piecewise_graph.analysis import SegmentFacts
 from piecewise_graph.compiler.choosing_linears import choosing_linears, compile_kernels_ahead
 from piecewise_graph.compiler.deferred_norms import compile_norms_ahead, with_deferred_norms
 from piecewise_graph.compiler.disk_cache import Folder, Made, is_filled, load_or_compile
+from piecewise_graph.compiler.product_choice import kept_products
 from piecewise_graph.compiler.segment_key import (
     Conditions,
     Key,
@@ -154,8 +155,10 @@ def _compile(
     if chosen == "inductor":
         code = with_deferred_norms(choosing_linears(with_summed_norms(gm)))
         if config.cuda_graphs != "off":
-            compile_kernels_ahead(code, config.sizes)
-            compile_norms_ahead(code, config.sizes)
+            devices = {value.device for value in inputs if isinstance(value, Tensor)}
+            with kept_products(config.cache_dir, devices):
+                compile_kernels_ahead(code, config.sizes)
+                compile_norms_ahead(code, config.sizes)
     _torch.publish_graph(f"segment_{step.index}", gm)
     began = time.perf_counter()
     if stored is not None and chosen == "inductor":

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ _TILE = 128  # rows and columns of a result that one program of the library comp
 _GAIN = 0.97  # one launch is taken where it needs at most so much of the time of two
 _BIASED = 0.2  # rounds; with more, copying the biases costs what one launch saves
 _ROUNDS, _REPEATS = 4, 3  # of timing
+_DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float16)}
 
 
 class _Case(NamedTuple):
@@ -48,6 +49,9 @@ class _Case(NamedTuple):
     tokens: int
     rows: int
     columns: int
+
+    def name(self) -> str:
+        return f"{self.dtype} {self.tokens} {self.rows} {self.columns}"
 
     def rounds(self) -> float:
         """Programs of one of them alone, over those that run at once."""
@@ -117,11 +121,33 @@ def time_pairs(like: Tensor, tokens: int, rows: Sequence[int], columns: int) -> 
                 _timed[case] = _one_launch_is_faster(case)
 
 
+def timed_on(device: torch.device) -> dict[str, bool]:
+    """What `time_pairs` knows of `device`: dtype and sizes -> one launch is faster."""
+    return {case.name(): faster for case, faster in _timed.items() if case.device == device}
+
+
+def remember(device: torch.device, found: Mapping[str, bool]) -> None:
+    """Have `by_library` know what was timed in another process.
+
+    Args:
+        found: as `timed_on` gave it there.
+
+    Raises:
+        ValueError, TypeError, AttributeError, KeyError: it is something else; nothing is remembered.
+    """
+    known = {}
+    for name, faster in found.items():
+        dtype, *sizes = name.split()
+        tokens, rows, columns = map(int, sizes)
+        known[_Case(device, _DTYPES[dtype], tokens, rows, columns)] = bool(faster)
+    _timed.update(known)
+
+
 def _reads_addresses(x: Tensor) -> bool:
-    """TunableOp copies what lies between two matrices."""
+    """Torch can be handed two addresses as one tensor. TunableOp would copy all that lies between them."""
     if x.is_cuda and torch.cuda.tunable.is_enabled():
         return False
-    return kernels_serve(x) and x.is_floating_point() and x.element_size() == 2 and _has_numpy()
+    return kernels_serve(x) and x.dtype in _DTYPES.values() and _has_numpy()
 
 
 def _one_launch_is_faster(case: _Case) -> bool:
@@ -148,7 +174,7 @@ def _seconds(works: Sequence[Callable[[], None]], device: torch.device) -> list[
 
     def wait() -> float:
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).synchronize()
         return time.perf_counter()
 
     def once(work: Callable[[], None]) -> float:
