@@ -52,6 +52,7 @@ from benchmarks.vllm_engine import Engine, EngineError, Row
 from benchmarks.vllm_models import (
     FEATURES,
     LLAMA,
+    WAYS,
     model_folder,
     random_weights,
     trained_model,
@@ -65,11 +66,6 @@ Key = TypeVar("Key", bound=Hashable)  # of an engine
 PROMPT, NEW_TOKENS, WARM_UP = 128, 64, 2  # tokens, tokens, requests per user of a turn that is not counted
 PATIENCE = 300  # seconds until an engine is ready
 EAGLE_SIDES = ("v1", "piecewise")
-WAYS = {  # of asking for answers, where it is not once
-    "cached prefixes": ("answers", "answers"),  # the first time fills the cache
-    "abort": ("answers_beside_aborted",),
-    "sleep": ("answers", "answers_after_sleep"),
-}
 
 
 @contextmanager

@@ -29,6 +29,11 @@ FEATURES: dict[str, Row] = {
     "EAGLE-3": {"speculative_config": {"method": "eagle3", "model": "byte-llama-eagle3"}},
     "sleep": {"enable_sleep_mode": True},
 }
+WAYS = {  # of asking for answers, where it is not once
+    "cached prefixes": ("answers", "answers"),  # the first time fills the cache
+    "abort": ("answers_beside_aborted",),
+    "sleep": ("answers", "answers_after_sleep"),
+}
 
 
 def model_folder(name: str, **changes: Any) -> str:

@@ -16,6 +16,7 @@ a compile. Its reason is counted, and the next write replaces it.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
 import stat
@@ -238,6 +239,25 @@ def write_private(folder: Folder, name: str, content: bytes) -> str | None:
         return reason
     except (OSError, AttributeError):  # AttributeError: a system without owners of files
         return "unwritable"
+
+
+def read_measured(folder: Folder, key: str, suffix: str) -> dict[str, Any]:
+    """The fields that `write_measured` has left under `key`; none where the file is missing or bad."""
+    content = read_private(folder, _measured_name(key, suffix))
+    try:
+        found = json.loads(content) if isinstance(content, bytes) else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) and found.get("key") == key else {}
+
+
+def write_measured(folder: Folder, key: str, suffix: str, **fields: Any) -> None:
+    """Leave what was measured, and all that it depends on (`key`), as JSON."""
+    write_private(folder, _measured_name(key, suffix), json.dumps({"key": key, **fields}).encode())
+
+
+def _measured_name(key: str, suffix: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest() + suffix
 
 
 def _clear_partials(folder: Path) -> None:

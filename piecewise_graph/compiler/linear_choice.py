@@ -11,8 +11,6 @@ segments are timed.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,14 +19,14 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from piecewise_graph import _torch
-from piecewise_graph.compiler.disk_cache import Folder, read_private, write_private
+from piecewise_graph.compiler.disk_cache import Folder, read_measured, write_measured
 from piecewise_graph.compiler.graph_timing import graph_microseconds
 from piecewise_graph.compiler.segment_key import surroundings
 from piecewise_graph.kernels.linear import tuning
 from piecewise_graph.kernels.linear.kernel_configs import is_config
 
 LIBRARY, GENERATED = "library", "generated"
-_FORMAT = 4
+_FORMAT, _SUFFIX = 4, ".linear"
 _measured: dict[str, Times] = {}
 
 Times = Mapping[str, float]
@@ -63,14 +61,13 @@ def choose(tokens: int, weight: Tensor, bias: Tensor | None, cache_dir: Folder |
         return None  # there is nothing to choose from
     x = torch.randn(tokens, weight.shape[1], device=weight.device).to(weight.dtype)
     key = _key(x, weight, bias)
-    file = hashlib.sha256(key.encode()).hexdigest() + ".linear"
-    times = _measured.get(key) or _stored(read_private(cache_dir, file) if cache_dir else None, key)
+    times = _measured.get(key) or (_stored(cache_dir, key) if cache_dir else None)
     if times is None:
         # Inductor has a kernel of its own for one row only.
         generated = (lambda: _generated(x, weight, bias)) if tokens == 1 else None
         times = tuning.fastest(x, weight, bias, generated, graph_microseconds)
         if cache_dir is not None:
-            write_private(cache_dir, file, json.dumps({"key": key, "times": times}).encode())
+            write_measured(cache_dir, key, _SUFFIX, times=times)
     _measured[key] = times
     return times
 
@@ -81,15 +78,15 @@ def _key(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
     return "\n".join([f"linear {_FORMAT}", *surroundings([x.device]), shape])
 
 
-def _stored(content: bytes | str | None, key: str) -> Times | None:
+def _stored(cache_dir: Folder, key: str) -> Times | None:
     """The times that another process left in a file; a bad file costs a measurement, no more."""
+    found = read_measured(cache_dir, key, _SUFFIX)
     try:
-        found = json.loads(content) if isinstance(content, bytes) else {}
         times = {str(way): float(time) for way, time in found["times"].items()}
-        known = all(way in (LIBRARY, GENERATED) or is_config(way) for way in times)
-        return times if found["key"] == key and LIBRARY in times and known else None
     except (ValueError, TypeError, AttributeError, KeyError):
         return None
+    known = all(way in (LIBRARY, GENERATED) or is_config(way) for way in times)
+    return times if LIBRARY in times and known else None
 
 
 def _generated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:

@@ -115,9 +115,7 @@ def config_for(
 ) -> KernelConfig | None:
     """Blocks for operands that our kernels read. Whatever else there is, torch computes or refuses it."""
     columns = x.shape[-1] if x.dim() else 0
-    if not serves(x) or not columns or not x.numel():  # the rest is looked at where it may be ours
-        return None
-    if not are_plain(x, weights, biases):
+    if not serves(x) or not columns or not x.numel() or not are_plain(x, weights, biases):
         return None
     rows = [len(weight) for weight in weights]
     return chosen(x, x.numel() // columns, rows, columns, gated)
